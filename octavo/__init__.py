@@ -1,0 +1,1 @@
+"""octavo: full-stack FP8 training for PyTorch."""
