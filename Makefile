@@ -1,6 +1,6 @@
 # make demo    train a small model in BF16 and in FP8 on this machine and compare them
-# make test    formatting, types and all tests
-# make lint    formatting and types only
+# make test    style, types and all tests
+# make lint    style and types only
 # make clean   remove the environment and what the tools left behind
 #
 # Every target first sets up $(VENV), once. PyTorch comes from the first of these that exists:
@@ -45,7 +45,6 @@ demo: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test: lint
