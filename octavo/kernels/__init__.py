@@ -1,0 +1,212 @@
+"""Kernels: tensors in, tensors out; nothing here knows of modules, gradients or recipes.
+
+Every function runs the Triton or cuBLASLt kernel of `octavo.kernels.cuda` for CUDA tensors and its twin in `octavo.kernels.reference`,
+the specification, for all others. In eager mode it is called directly; while `torch.compile` traces, as the opaque operator of
+`octavo.kernels.ops`, so a region compiles with `fullgraph=True` and gives the same bits.
+
+Legend: M, N, K are the dims of a GEMM; Mp, Kp are rounded up to 16; codes are tensors of a storage dtype; a scale is FP32, 0-d or
+one per block of the last dim, and `real = codes / scale`. Nothing is differentiable: inputs are read detached.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from octavo.kernels import ops
+from octavo.kernels.dispatch import backend
+from octavo.kernels.reference import ALIGN, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
+from octavo.kernels.reference.cast import scale_shape
+
+__all__ = [
+    "ALIGN",
+    "amax",
+    "cast",
+    "cast_residual",
+    "cast_transpose",
+    "cast_transpose_amax",
+    "make_key",
+    "merge_e4m11",
+    "pad_codes",
+    "random_bits",
+    "scale_from_amax",
+    "scaled_mm_nt",
+    "split_e4m11",
+    "transpose_codes",
+    "uncast",
+    "uncast_residual",
+]
+
+
+def amax(x: Tensor, *, block: int | None = None) -> Tensor:
+    """max |x|, FP32: 0-d, or one per block of the last dim. NaN and infinity propagate; an empty `x` gives 0."""
+    _check_block(x, block)
+    x = x.detach()
+    return ops.amax(x, block) if is_compiling() else backend(x).amax(x, block=block)
+
+
+def scale_from_amax(amax: Tensor, max: float, power_of_two: bool = True, margin: int = 0) -> Tensor:
+    """The scale max / amax * 2^-margin for a format with largest value `max` >= 1, rounded down to a power of two unless told not to.
+
+    FP32, of the shape of `amax`, always finite and positive: within [2^-126, 2^126], and 1 where `amax` is zero or not finite.
+    """
+    # Exact integer arithmetic, so the compiler may fuse it.
+    return backend(amax).scale_from_amax(amax, max, power_of_two, margin)
+
+
+def cast(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    rounding: str = "nearest",
+    key: Tensor | None = None,
+    offset: int = 0,
+    block: int | None = None,
+    stats: Tensor | None = None,
+) -> Tensor:
+    """codes = saturate(round(x * scale)), of `dtype` and the shape of `x`, contiguous.
+
+    Infinities saturate, NaN stays NaN (a NaN scale makes every code NaN), signed zeros stay.
+
+    Args:
+        x: any shape, strides and floating dtype.
+        scale: FP32; 0-d, or x.shape[:-1] + (ceil(K / block),) if `block` is given.
+        dtype: FP8, FP16, BF16 or FP32.
+        rounding: "nearest" (ties to even), or "stochastic", which takes `key` (0-d int32, see `make_key`) and the global
+            index `offset` of the first element.
+        block: elements per scale along the last dim.
+        stats: int64 [2], increased by the numbers of saturated (|x * scale| > max) and flushed (x != 0, code 0) elements.
+
+    Raises `ValueError` for a block, scale shape or rounding that cannot be, or a missing key.
+    """
+    _check_block(x, block)
+    _check_scale(scale, x.shape, block)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding is {rounding!r}: use 'nearest' or 'stochastic'")
+    if rounding == "stochastic" and key is None:
+        raise ValueError("stochastic rounding needs a key: pass key=make_key(seed, step, stream, device)")
+    x = x.detach()
+    if is_compiling():
+        codes, counts = ops.cast(x, scale, dtype, rounding, key, offset, block, stats is not None)
+        if stats is not None:
+            stats += counts
+        return codes
+    return backend(x).cast(x, scale, dtype, rounding=rounding, key=key, offset=offset, block=block, stats=stats)
+
+
+def uncast(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, *, block: int | None = None) -> Tensor:
+    """codes / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`, contiguous.
+
+    Raises `ValueError` for a block or scale shape that cannot be.
+    """
+    _check_block(codes, block)
+    _check_scale(scale, codes.shape, block)
+    if is_compiling() and block is None:
+        return (codes.float() / scale).to(dtype)
+    return backend(codes).uncast(codes, scale, dtype, block=block)
+
+
+def cast_transpose(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, row: bool = True, col: bool = True, stats: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Operands of both GEMMs that read `x` [M, K]: codes [Mp, Kp] and their transpose [Kp, Mp], both row-major, in one pass.
+
+    Mp and Kp are M and K rounded up to 16; the padding is zero codes. An operand that is not wanted (`row`, `col`) is None.
+    `scale` is FP32, 0-d; `stats` as in `cast`. Raises `ValueError` if `x` is not 2-D.
+    """
+    _check_matrix(x, scale)
+    x = x.detach()
+    if is_compiling():
+        codes, codes_t, counts, _ = ops.cast_transpose(x, scale, dtype, row, col, stats is not None, False)
+        if stats is not None:
+            stats += counts
+        return codes if row else None, codes_t if col else None
+    return backend(x).cast_transpose(x, scale, dtype, row=row, col=col, stats=stats)
+
+
+def cast_transpose_amax(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, row: bool = True, col: bool = True, stats: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """`cast_transpose` and amax(x), in one pass: for scaling with a scale from the past (delayed)."""
+    _check_matrix(x, scale)
+    x = x.detach()
+    if is_compiling():
+        codes, codes_t, counts, maximum = ops.cast_transpose(x, scale, dtype, row, col, stats is not None, True)
+        if stats is not None:
+            stats += counts
+        return codes if row else None, codes_t if col else None, maximum
+    return backend(x).cast_transpose_amax(x, scale, dtype, row=row, col=col, stats=stats)
+
+
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Transposed copy [Kp, Mp] of 1-byte `codes` [M, K], padded with zero codes to multiples of 16."""
+    return ops.transpose_codes(codes) if is_compiling() else backend(codes).transpose_codes(codes)
+
+
+def scaled_mm_nt(
+    a_codes: Tensor,
+    b_codes: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """(a_codes [M, K] · b_codes [N, K]ᵀ) / (a_scale · b_scale) + bias [N], as [M, N] of `out_dtype`.
+
+    Both operands are FP8 and row-major, K and N multiples of 16 (on CUDA); not both E5M2. Scales are FP32, 0-d.
+    `fast_accum` lets Hopper keep sums in about 14 bits: good enough for the forward GEMM only.
+    Raises `ValueError` where the shapes do not match.
+    """
+    if a_codes.shape[-1] != b_codes.shape[-1]:
+        raise ValueError(
+            f"a_codes {tuple(a_codes.shape)} and b_codes {tuple(b_codes.shape)} differ in K, their last dim"
+        )
+    if is_compiling():
+        return ops.scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias)
+    return backend(a_codes).scaled_mm_nt(
+        a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias
+    )
+
+
+def cast_residual(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes E4M3, residual int8) of the E4M11 words nearest to x * scale (`scale` 0-d), of the shape of `x`, contiguous.
+
+    Saturates at 463.875; NaN becomes a NaN code. Relative error at most 2^-12 where |x * scale| >= 2^-6.
+    """
+    _check_scale(scale, x.shape, None)
+    x = x.detach()
+    return ops.cast_residual(x, scale) if is_compiling() else backend(x).cast_residual(x, scale)
+
+
+def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """E4M11 value / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`."""
+    return backend(codes).uncast_residual(codes, residual, scale, dtype)
+
+
+def _check_block(x: Tensor, block: int | None) -> None:
+    if block is None:
+        return
+    if not 1 <= block < 2**31:
+        raise ValueError(f"block is {block}: a block has from 1 to 2^31 - 1 elements")
+    if x.dim() == 0:
+        raise ValueError(f"block={block} needs a tensor with a last dim to split, but this one is 0-d")
+
+
+def _check_scale(scale: Tensor, shape: torch.Size, block: int | None) -> None:
+    wanted = () if block is None else scale_shape(shape, block)
+    if scale.shape != torch.Size(wanted):
+        raise ValueError(
+            f"the scale of a tensor {tuple(shape)} with block={block} has shape {wanted}, not {tuple(scale.shape)}"
+        )
+
+
+def _check_matrix(x: Tensor, scale: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(
+            f"cast_transpose takes a matrix, but x has shape {tuple(x.shape)}: flatten it to [tokens, features]"
+        )
+    _check_scale(scale, x.shape, None)

@@ -1,0 +1,18 @@
+"""Which implementation runs: the kernels of `octavo.kernels.cuda` for CUDA tensors, the reference for any other device."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from octavo.kernels import reference
+
+
+def backend(x: Tensor) -> ModuleType:
+    """The module whose functions run on `x`. Triton is imported at the first CUDA tensor, so that CPU needs no Triton."""
+    if x.is_cuda:
+        from octavo.kernels import cuda
+
+        return cuda
+    return reference

@@ -1,0 +1,126 @@
+"""The kernels as opaque operators `octavo::*`, for `torch.compile`.
+
+A compiled region must not look into a kernel: its code would be traced, fused and rounded differently, so the bits would change.
+Each operator is functional (no argument is changed, no result aliases one) and has a fake implementation that knows shapes only.
+Results that are not wanted are empty tensors, because a schema has no optional results.
+In eager mode nobody calls these: the dispatcher of PyTorch costs more than a launch (see `octavo.kernels`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.dispatch import backend
+from octavo.kernels.reference import ALIGN
+
+
+def _new_stats(x: Tensor, count: bool) -> Tensor:
+    return torch.zeros(2 if count else 0, dtype=torch.int64, device=x.device)
+
+
+def _padded(size: int) -> int:
+    return (size + ALIGN - 1) // ALIGN * ALIGN
+
+
+@torch.library.custom_op("octavo::amax", mutates_args=(), schema="(Tensor x, SymInt? block) -> Tensor")
+def amax(x, block):
+    return backend(x).amax(x, block=block)
+
+
+@amax.register_fake
+def _(x, block):
+    shape = () if block is None else (*x.shape[:-1], (x.shape[-1] + block - 1) // block)
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "octavo::cast",
+    mutates_args=(),
+    schema="(Tensor x, Tensor scale, ScalarType dtype, str rounding, Tensor? key, SymInt offset, SymInt? block, bool count)"
+    " -> (Tensor, Tensor)",
+)
+def cast(x, scale, dtype, rounding, key, offset, block, count):
+    stats = _new_stats(x, count)
+    codes = backend(x).cast(
+        x, scale, dtype, rounding=rounding, key=key, offset=offset, block=block, stats=stats if count else None
+    )
+    return codes, stats
+
+
+@cast.register_fake
+def _(x, scale, dtype, rounding, key, offset, block, count):
+    return x.new_empty(x.shape, dtype=dtype), _new_stats(x, count)
+
+
+@torch.library.custom_op(
+    "octavo::cast_transpose",
+    mutates_args=(),
+    schema="(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool count, bool amax)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def cast_transpose(x, scale, dtype, row, col, count, amax):
+    stats = _new_stats(x, count)
+    options = {"row": row, "col": col, "stats": stats if count else None}
+    if amax:
+        codes, codes_t, maximum = backend(x).cast_transpose_amax(x, scale, dtype, **options)
+    else:
+        codes, codes_t = backend(x).cast_transpose(x, scale, dtype, **options)
+        maximum = None
+    empty = [x.new_empty(0, dtype=dtype) for _ in range(2)]
+    return (
+        empty[0] if codes is None else codes,
+        empty[1] if codes_t is None else codes_t,
+        stats,
+        x.new_empty(0, dtype=torch.float32) if maximum is None else maximum,
+    )
+
+
+@cast_transpose.register_fake
+def _(x, scale, dtype, row, col, count, amax):
+    m, k = _padded(x.shape[0]), _padded(x.shape[1])
+    return (
+        x.new_empty((m, k) if row else 0, dtype=dtype),
+        x.new_empty((k, m) if col else 0, dtype=dtype),
+        _new_stats(x, count),
+        x.new_empty(() if amax else 0, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("octavo::transpose_codes", mutates_args=(), schema="(Tensor codes) -> Tensor")
+def transpose_codes(codes):
+    return backend(codes).transpose_codes(codes)
+
+
+@transpose_codes.register_fake
+def _(codes):
+    return codes.new_empty(_padded(codes.shape[1]), _padded(codes.shape[0]))
+
+
+@torch.library.custom_op(
+    "octavo::scaled_mm_nt",
+    mutates_args=(),
+    schema="(Tensor a_codes, Tensor b_codes, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, bool fast_accum, Tensor? bias)"
+    " -> Tensor",
+)
+def scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias):
+    return backend(a_codes).scaled_mm_nt(
+        a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias
+    )
+
+
+@scaled_mm_nt.register_fake
+def _(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias):
+    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op(
+    "octavo::cast_residual", mutates_args=(), schema="(Tensor x, Tensor scale) -> (Tensor, Tensor)"
+)
+def cast_residual(x, scale):
+    return backend(x).cast_residual(x, scale)
+
+
+@cast_residual.register_fake
+def _(x, scale):
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape, dtype=torch.int8)

@@ -1,0 +1,35 @@
+"""The specification of every kernel: the same name and arguments in plain PyTorch, on any device."""
+
+from octavo.kernels.reference.cast import (
+    ALIGN,
+    amax,
+    cast,
+    cast_transpose,
+    cast_transpose_amax,
+    pad_codes,
+    scale_from_amax,
+    transpose_codes,
+    uncast,
+)
+from octavo.kernels.reference.gemm import scaled_mm_nt
+from octavo.kernels.reference.random import make_key, random_bits
+from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_e4m11, uncast_residual
+
+__all__ = [
+    "ALIGN",
+    "amax",
+    "cast",
+    "cast_residual",
+    "cast_transpose",
+    "cast_transpose_amax",
+    "make_key",
+    "merge_e4m11",
+    "pad_codes",
+    "random_bits",
+    "scale_from_amax",
+    "scaled_mm_nt",
+    "split_e4m11",
+    "transpose_codes",
+    "uncast",
+    "uncast_residual",
+]
