@@ -1,8 +1,9 @@
 """Kernels: tensors in, tensors out; nothing here knows of modules, gradients or recipes.
 
-Every function runs the Triton or cuBLASLt kernel of `octavo.kernels.cuda` for CUDA tensors and its twin in `octavo.kernels.reference`,
-the specification, for all others. In eager mode it is called directly; while `torch.compile` traces, as the opaque operator of
-`octavo.kernels.ops`, so a region compiles with `fullgraph=True` and gives the same bits.
+Every function runs the Triton or cuBLASLt kernel of `octavo.kernels.cuda` for CUDA tensors and its twin in
+`octavo.kernels.reference`, the specification, for all others. In eager mode it is called directly; while
+`torch.compile` traces, as the opaque operator of `octavo.kernels.ops`, so a region compiles with `fullgraph=True` and
+gives the same bits.
 
 Legend: M, N, K are the dims of a GEMM; Mp, Kp are rounded up to 16; codes are tensors of a storage dtype; a scale is FP32, 0-d or
 one per block of the last dim, and `real = codes / scale`. Nothing is differentiable: inputs are read detached.
@@ -16,11 +17,13 @@ from torch.compiler import is_compiling
 
 from octavo.kernels import ops
 from octavo.kernels.dispatch import backend
-from octavo.kernels.reference import ALIGN, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
+from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
 from octavo.kernels.reference.cast import scale_shape
 
 __all__ = [
     "ALIGN",
+    "adamw",
+    "adamw_scalars",
     "amax",
     "cast",
     "cast_residual",
@@ -47,7 +50,8 @@ def amax(x: Tensor, *, block: int | None = None) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, max: float, power_of_two: bool = True, margin: int = 0) -> Tensor:
-    """The scale max / amax * 2^-margin for a format with largest value `max` >= 1, rounded down to a power of two unless told not to.
+    """The scale max / amax * 2^-margin for a format with largest value `max` >= 1, rounded down to a power of two
+    unless told not to.
 
     FP32, of the shape of `amax`, always finite and positive: within [2^-126, 2^126], and 1 where `amax` is zero or not finite.
     """
@@ -185,6 +189,11 @@ def cast_residual(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E4M11 value / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`."""
     return backend(codes).uncast_residual(codes, residual, scale, dtype)
+
+
+def adamw(param: Tensor, *args, **kwargs) -> None:
+    """One AdamW step of one parameter, in place: see `octavo.kernels.reference.adamw`. Not for compiled regions."""
+    backend(param).adamw(param, *args, **kwargs)
 
 
 def _check_block(x: Tensor, block: int | None) -> None:

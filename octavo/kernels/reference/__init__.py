@@ -1,5 +1,7 @@
 """The specification of every kernel: the same name and arguments in plain PyTorch, on any device."""
 
+from octavo.kernels.reference.adamw import adamw
+from octavo.kernels.reference.adamw_scalars import adamw_scalars
 from octavo.kernels.reference.cast import (
     ALIGN,
     amax,
@@ -17,6 +19,8 @@ from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_
 
 __all__ = [
     "ALIGN",
+    "adamw",
+    "adamw_scalars",
     "amax",
     "cast",
     "cast_residual",

@@ -4,11 +4,12 @@ Every cast saturates: a product beyond the largest value of the format, infiniti
 infinity and a wrapped or NaN weight is lost for good. NaN stays NaN, and signed zeros stay. A NaN *scale* therefore makes all codes
 NaN, which is how a non-finite gradient is carried through FP8 storage to where the step is skipped.
 
-Rounding is to nearest, ties to even, or stochastic: up or down with probabilities such that the expectation is exact (to 23 - m random
-bits for a format with m mantissa bits), representable values never changing.
+Rounding is to nearest, ties to even, or stochastic: up or down with probabilities such that the expectation is exact
+(to 23 - m random bits for a format with m mantissa bits), representable values never changing.
 
 A scale is one FP32 number (0-d), or one per block of `block` elements along the last dim (the last block may be shorter).
-These functions are plain FP32 PyTorch for any device, and the specification that the kernels in `octavo.kernels.cuda` equal bit for bit.
+These functions are plain FP32 PyTorch for any device, and the specification that the kernels in `octavo.kernels.cuda`
+equal bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def amax(x: Tensor, *, block: int | None = None) -> Tensor:
 def scale_from_amax(amax: Tensor, max: float, power_of_two: bool = True, margin: int = 0) -> Tensor:
     """The scale max / amax * 2^-margin, FP32 of the shape of `amax`; rounded down to a power of two, 2^floor(log2(...)).
 
-    Always finite and positive: clamped to [2^-126, 2^126], so that its reciprocal is normal too; 1 where `amax` is zero or not finite.
+    Always finite and positive: clamped to [2^-126, 2^126], so that its reciprocal is normal too; 1 where `amax` is zero
+    or not finite.
     """
     usable = (amax > 0) & (amax < torch.inf)
     if not power_of_two:

@@ -1,8 +1,9 @@
 """Counter-based random bits: a hash of (key, element index), so that rounding is a pure function.
 
-The random word of element i is fmix32(i * 0x9E3779B1 + key) modulo 2^32, where fmix32 is the finaliser of MurmurHash3. It depends on
-the *global* index of an element, not on who computes it: sharding, resuming and re-ordering leave every rounding as it was, and no
-generator state has to be saved. `key` is a hash of (seed, step, stream); a stream is one tensor to be rounded.
+The random word of element i is fmix32(i * 0x9E3779B1 + key) modulo 2^32, where fmix32 is the finaliser of MurmurHash3.
+It depends on the *global* index of an element, not on who computes it: sharding, resuming and re-ordering leave every
+rounding as it was, and no generator state has to be saved. `key` is a hash of (seed, step, stream); a stream is one
+tensor to be rounded.
 
 Words are int32 tensors whose arithmetic wraps around; constants are written as the signed int32 of the same bits.
 """

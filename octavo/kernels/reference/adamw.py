@@ -1,0 +1,154 @@
+"""AdamW on (codes, scale) pairs: one parameter, one pass.
+
+All arithmetic is FP32, one IEEE operation after the other in the order written below, without fused multiply-add: the Triton kernel
+repeats it bit for bit. Only storage is low precision. With t the step, c_t the bound of `octavo.kernels.reference.adamw_scalars`:
+
+    g = grad                            Adam: g = g + wd·p
+    m = β1·m + (1-β1)·g
+    v = β2·v + (1-β2)·(g·g)
+    r = (m / (1-β1^t)) / (√v / √(1-β2^t) + ε), 0 where m is 0, cut to ±c_t
+    p = p - lr·(r + wd·p)               Adam: p = p - lr·r
+
+and p, m and v (or √v) are rounded back to their formats. Cutting r is exact Adam as long as m and v are exact, which never reaches
+c_t; a moment rounded to three mantissa bits can, and without the cut would exceed the scale predicted for p.
+
+Scales are powers of two. A tensor with one scale gets it before the pass, from an upper bound, so that nothing saturates; a tensor
+with blocks of scales, over its flattened elements, gets each from the exact maximum inside the pass. The pass also returns the
+exact maxima that the next step's bounds start from. The alternative, a pass for the maxima and another for the update, reads the
+6 B of a parameter twice.
+
+Stochastic rounding hashes (key, global index of the element), so it is the same however parameters are grouped, sharded or resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels.reference.cast import amax, cast, scale_from_amax, uncast
+from octavo.kernels.reference.residual import uncast_residual
+
+CHUNK = 2**18
+"""Elements updated at a time, a multiple of every block: bounds the FP32 temporaries, and keeps them in cache."""
+
+
+@dataclass(frozen=True)
+class UpdateFormats:
+    """Everything static about the update of one parameter."""
+
+    param: Format
+    exp_avg: Format
+    exp_avg_sq: Format
+    param_scaled: bool = False
+    """Whether the parameter has a scale; a plain one keeps the scale 1."""
+    exp_avg_block: int | None = None
+    exp_avg_sq_block: int | None = None
+    sqrt_exp_avg_sq: bool = False
+    """`exp_avg_sq` holds √v."""
+    stochastic: bool = True
+    """Rounding of the parameter and both moments; otherwise to nearest."""
+    decoupled: bool = True
+    """AdamW; otherwise weight decay is added to the gradient (Adam)."""
+
+
+class Scalars(NamedTuple):
+    """What changes from step to step, FP32 on the device: 0-d here, columns [parameters] where they are computed.
+
+    Each scale comes as the reciprocal of what the codes carry now, and as what they shall carry; 1 for FP32, and for blocks.
+    """
+
+    lr: Tensor
+    beta1: Tensor
+    one_minus_beta1: Tensor
+    beta2: Tensor
+    one_minus_beta2: Tensor
+    eps: Tensor
+    weight_decay: Tensor
+    bias_correction1: Tensor
+    sqrt_bias_correction2: Tensor
+    ratio_bound: Tensor
+    grad_factor: Tensor
+    """Reciprocal scale of the gradient, negative to maximize."""
+    param_factor: Tensor
+    param_scale: Tensor
+    exp_avg_factor: Tensor
+    exp_avg_scale: Tensor
+    exp_avg_sq_factor: Tensor
+    exp_avg_sq_scale: Tensor
+
+
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    residual: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scales: Tensor | None,
+    exp_avg_sq_scales: Tensor | None,
+    scalars: Tensor,
+    keys: Tensor,
+    ok: Tensor,
+    amaxes: Tensor,
+    formats: UpdateFormats,
+    offset: int = 0,
+) -> None:
+    """One step of the parameter, in place; nothing happens if `ok` (0-d bool) is false.
+
+    param, exp_avg, exp_avg_sq: codes [n] of `formats`. grad: [n] FP32, BF16, FP16 or E4M3; residual: None or int8 [n], the low bytes
+    of an E4M11 gradient. exp_avg_scales, exp_avg_sq_scales: FP32 [ceil(n / block)], rewritten, or None without blocks.
+    scalars: FP32, the fields of `Scalars`. keys: int32 [3], for param, exp_avg and exp_avg_sq. amaxes: FP32 [3], raised to the largest
+    magnitudes among the new *codes* of these three. offset: global index of the first element. All are contiguous.
+    """
+    if not ok.item():
+        return
+    s = Scalars(*scalars.unbind())
+    rounding = "stochastic" if formats.stochastic else "nearest"
+
+    def load(codes: Tensor, factor: Tensor, scales: Tensor | None, block: int | None, start: int) -> Tensor:
+        codes = codes[start : start + CHUNK]
+        if scales is None or block is None:
+            return codes.float() * factor
+        return uncast(codes, scales[start // block : (start + CHUNK) // block], block=block)
+
+    def store(
+        x: Tensor, codes: Tensor, scale: Tensor, scales: Tensor | None, block: int | None, start: int, which: int
+    ) -> None:
+        out = codes[start : start + CHUNK]
+        if scales is not None and block is not None:
+            scale = scale_from_amax(amax(x, block=block), Format.of(codes.dtype).max)
+            scales[start // block : (start + CHUNK) // block] = scale
+        out.copy_(cast(x, scale, codes.dtype, rounding=rounding, key=keys[which], offset=offset + start, block=block))
+        amaxes[which] = torch.maximum(amaxes[which], amax(out))
+
+    for start in range(0, param.numel(), CHUNK):
+        p = load(param, s.param_factor, None, None, start)
+        g = _gradient(grad, residual, s.grad_factor, start)
+        if not formats.decoupled:
+            g = g + s.weight_decay * p
+        m = load(exp_avg, s.exp_avg_factor, exp_avg_scales, formats.exp_avg_block, start)
+        m = s.beta1 * m + s.one_minus_beta1 * g
+        v = load(exp_avg_sq, s.exp_avg_sq_factor, exp_avg_sq_scales, formats.exp_avg_sq_block, start)
+        if formats.sqrt_exp_avg_sq:
+            v = v * v
+        v = s.beta2 * v + s.one_minus_beta2 * (g * g)
+        root = v.sqrt()
+        ratio = (m / s.bias_correction1) / (root / s.sqrt_bias_correction2 + s.eps)
+        ratio = torch.where(m == 0, 0.0, ratio).clamp(-s.ratio_bound, s.ratio_bound)
+        update = s.lr * (ratio + s.weight_decay * p if formats.decoupled else ratio)
+        p = torch.where(update == 0, p, p - update)  # an update of -0 keeps p = -0
+
+        store(p, param, s.param_scale, None, None, start, 0)
+        store(m, exp_avg, s.exp_avg_scale, exp_avg_scales, formats.exp_avg_block, start, 1)
+        second = root if formats.sqrt_exp_avg_sq else v
+        store(second, exp_avg_sq, s.exp_avg_sq_scale, exp_avg_sq_scales, formats.exp_avg_sq_block, start, 2)
+
+
+def _gradient(grad: Tensor, residual: Tensor | None, factor: Tensor, start: int) -> Tensor:
+    grad = grad[start : start + CHUNK]
+    if residual is None:
+        return grad.float() * factor
+    return uncast_residual(grad, residual[start : start + CHUNK], torch.ones_like(factor)) * factor
