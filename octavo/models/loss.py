@@ -1,0 +1,98 @@
+"""Cross-entropy of a language model's head without the logits of the whole batch.
+
+    loss = mean over targets t ≠ IGNORE of  log Σ_v exp(l_v) - l_t,    l = x Wᵀ,    ∂loss/∂l = (softmax(l) - onehot(t)) / count
+
+16,384 tokens and a vocabulary of 50,304 make 1.6 GB of logits in BF16 and 3.3 GB in FP32, more than all other activations of a
+large model. The gradient of a chunk of tokens is known as soon as its logits are, so it is taken at once: forward computes
+the loss, ∂loss/∂x and ∂loss/∂W chunk by chunk, and backward only multiplies them by the gradient of the loss. No logits outlive
+their chunk and none are computed twice. Softmax and sums are FP32; the factor 1/count comes last, so that it costs the
+gradient of the logits no range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+"""Targets of this value do not count, as in PyTorch."""
+CHUNK_ELEMENTS = 1 << 27
+"""Logits of one chunk: 268 MB in BF16, 2,668 tokens of a vocabulary of 50,304; smaller batches are one chunk."""
+
+ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def chunk_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, 0-d FP32, and its gradient, in the logits' dtype; logits [n, V], targets int64 [n]."""
+    counts = (targets != IGNORE)[:, None]
+    rows = targets.clamp(min=0)[:, None]
+    log_probabilities = logits.float().log_softmax(dim=-1)
+    loss = -(log_probabilities.gather(1, rows) * counts).sum()
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    gradient = log_probabilities.exp_().sub_((classes == rows).to(torch.uint8)).mul_(counts)
+    return loss, gradient.to(logits.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_loss: ChunkLoss = chunk_loss,
+) -> Tensor:
+    """Mean cross-entropy of x Wᵀ against `targets`, a 0-d FP32 tensor; 0 if every target is `IGNORE`.
+
+    x [n, C] in the compute dtype, weight [V, C] of any dtype (cast to that of x), targets int64 [n]. A chunk holds
+    `chunk_elements` logits; `chunk_loss` may be a compiled one. It can be differentiated once.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(x, weight, targets, chunk_elements, chunk_loss)
+    w = weight.to(x.dtype)
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    for rows in _chunks(len(x), len(w), chunk_elements):
+        loss += F.cross_entropy((x[rows] @ w.t()).float(), targets[rows], ignore_index=IGNORE, reduction="sum")
+    return loss / _count(targets)
+
+
+def _count(targets: Tensor) -> Tensor:
+    return (targets != IGNORE).sum().clamp(min=1)
+
+
+def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
+    size = max(1, chunk_elements // vocabulary)
+    return [slice(start, start + size) for start in range(0, tokens, size)]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_elements: int, chunk_loss: ChunkLoss
+    ) -> Tensor:
+        w = weight.to(x.dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if ctx.needs_input_grad[1] else None
+        for rows in _chunks(len(x), len(w), chunk_elements):
+            chunk_sum, gradient = chunk_loss(x[rows] @ w.t(), targets[rows])
+            loss += chunk_sum
+            if dx is not None:
+                dx[rows] = gradient @ w
+            if dw is not None:
+                dw += gradient.t() @ x[rows]
+        count = _count(targets)
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(dx, dw, count)
+        return loss / count
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, count = ctx.saved_tensors
+        factor = grad_outputs[0] / count
+        dx = None if dx is None else (dx.float() * factor).to(dx.dtype)
+        dw = None if dw is None else (dw * factor).to(ctx.weight_dtype)
+        return dx, dw, None, None, None
