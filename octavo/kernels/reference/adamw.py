@@ -98,10 +98,17 @@ def adamw(
 ) -> None:
     """One step of the parameter, in place; nothing happens if `ok` (0-d bool) is false.
 
-    param, exp_avg, exp_avg_sq: codes [n] of `formats`. grad: [n] FP32, BF16, FP16 or E4M3; residual: None or int8 [n], the low bytes
-    of an E4M11 gradient. exp_avg_scales, exp_avg_sq_scales: FP32 [ceil(n / block)], rewritten, or None without blocks.
-    scalars: FP32, the fields of `Scalars`. keys: int32 [3], for param, exp_avg and exp_avg_sq. amaxes: FP32 [3], raised to the largest
-    magnitudes among the new *codes* of these three. offset: global index of the first element. All are contiguous.
+    All tensors are contiguous.
+
+    Args:
+        param, exp_avg, exp_avg_sq: codes [n] of `formats`.
+        grad: [n] FP32, BF16, FP16 or E4M3.
+        residual: int8 [n], the low bytes of an E4M11 gradient, or None.
+        exp_avg_scales, exp_avg_sq_scales: FP32 [ceil(n / block)], rewritten; None without blocks.
+        scalars: FP32, the fields of `Scalars`.
+        keys: int32 [3], for the rounding of param, exp_avg and exp_avg_sq.
+        amaxes: FP32 [3], raised to the largest magnitudes among the new *codes* of these three; not for one in blocks.
+        offset: global index of the first element, for the random bits.
     """
     if not ok.item():
         return
@@ -117,12 +124,13 @@ def adamw(
     def store(
         x: Tensor, codes: Tensor, scale: Tensor, scales: Tensor | None, block: int | None, start: int, which: int
     ) -> None:
-        out = codes[start : start + CHUNK]
         if scales is not None and block is not None:
             scale = scale_from_amax(amax(x, block=block), Format.of(codes.dtype).max)
             scales[start // block : (start + CHUNK) // block] = scale
-        out.copy_(cast(x, scale, codes.dtype, rounding=rounding, key=keys[which], offset=offset + start, block=block))
-        amaxes[which] = torch.maximum(amaxes[which], amax(out))
+        new = cast(x, scale, codes.dtype, rounding=rounding, key=keys[which], offset=offset + start, block=block)
+        codes[start : start + CHUNK] = new
+        if block is None:
+            amaxes[which] = torch.maximum(amaxes[which], amax(new))
 
     for start in range(0, param.numel(), CHUNK):
         p = load(param, s.param_factor, None, None, start)
@@ -135,7 +143,7 @@ def adamw(
         if formats.sqrt_exp_avg_sq:
             v = v * v
         v = s.beta2 * v + s.one_minus_beta2 * (g * g)
-        root = v.sqrt()
+        root = v.double().sqrt().float()  # IEEE: the FP32 square root of torch is not correctly rounded on every CPU
         ratio = (m / s.bias_correction1) / (root / s.sqrt_bias_correction2 + s.eps)
         ratio = torch.where(m == 0, 0.0, ratio).clamp(-s.ratio_bound, s.ratio_bound)
         update = s.lr * (ratio + s.weight_decay * p if formats.decoupled else ratio)

@@ -35,7 +35,7 @@ SLACK = 1 + 2**-20
 """Covers the FP32 roundings of the pass, so that no value exceeds its bound by a single one."""
 
 RATIO_CAP = 100.0
-"""Upper limit of c_t: beyond the c_t of any beta2 up to 0.99999 (at beta1 = 0.9), and what tames beta1² >= beta2, where c_t diverges."""
+"""Upper limit of c_t. Beyond every c_t of beta1 = 0.9 with beta2 <= 0.99999; needed for beta1² >= beta2, where c_t diverges."""
 
 
 def ratio_bound(step: Tensor, beta1: float, beta2: float) -> Tensor:

@@ -1,0 +1,294 @@
+"""AdamW in one pass, Triton: the twin of `octavo.kernels.reference.adamw`, equal to it bit for bit.
+
+Per element of O2 the pass moves 11 B (codes of p, m and √v both ways, the gradient once), so it is bound by memory; the IEEE
+divisions and square root hide behind that. Three things keep the bits those of the reference: no contraction to fused
+multiply-add (`enable_fp_fusion=False`), `div_rn` and `sqrt_rn`, and arithmetic on the bits of a float where a rounding or a power
+of two is meant.
+
+The grid has a few programs per multiprocessor that stride over the tiles: each keeps the maxima of its tiles and issues one atomic
+for each, where one per tile would queue on a single address. A maximum of non-negative floats is one of their bits as integers, so
+the result does not depend on the order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels.reference.adamw import Scalars, UpdateFormats
+from octavo.kernels.reference.random import GOLDEN, HIGH, MIX1, MIX2
+
+TILE = 1024
+"""Elements per tile, or one block of scales if that is longer."""
+PROGRAMS_PER_SM = 16
+
+_GOLDEN, _HIGH, _MIX1, _MIX2 = (tl.constexpr(value % 2**32) for value in (GOLDEN, HIGH, MIX1, MIX2))
+
+
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    residual: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scales: Tensor | None,
+    exp_avg_sq_scales: Tensor | None,
+    scalars: Tensor,
+    keys: Tensor,
+    ok: Tensor,
+    amaxes: Tensor,
+    formats: UpdateFormats,
+    offset: int = 0,
+) -> None:
+    """See `octavo.kernels.reference.adamw.adamw`."""
+    numel = param.numel()
+    if numel == 0:
+        return
+    tile = max(TILE, formats.exp_avg_block or 0, formats.exp_avg_sq_block or 0)
+    sms = torch.cuda.get_device_properties(param.device).multi_processor_count
+    grid = (min(triton.cdiv(numel, tile), PROGRAMS_PER_SM * sms),)
+    with torch.cuda.device(param.device):
+        _adamw[grid](
+            param,
+            grad,
+            residual,
+            exp_avg,
+            exp_avg_sq,
+            exp_avg_scales,
+            exp_avg_sq_scales,
+            scalars,
+            keys,
+            ok.view(torch.uint8),
+            amaxes.view(torch.int32),
+            numel,
+            offset,
+            *_constants(formats.param),
+            *_constants(formats.exp_avg),
+            *_constants(formats.exp_avg_sq),
+            formats.exp_avg_block,
+            formats.exp_avg_sq_block,
+            formats.sqrt_exp_avg_sq,
+            formats.stochastic,
+            formats.decoupled,
+            tile,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def _constants(fmt: Format) -> tuple[float, int, int]:
+    return fmt.max, fmt.mantissa_bits, fmt.min_exponent
+
+
+_FIELD = {name: tl.constexpr(index) for index, name in enumerate(Scalars._fields)}
+_LR, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _WEIGHT_DECAY = list(_FIELD.values())[:7]
+_BIAS_CORRECTION1, _SQRT_BIAS_CORRECTION2, _RATIO_BOUND, _GRAD_FACTOR = list(_FIELD.values())[7:11]
+_PARAM_FACTOR, _PARAM_SCALE, _EXP_AVG_FACTOR, _EXP_AVG_SCALE = list(_FIELD.values())[11:15]
+_EXP_AVG_SQ_FACTOR, _EXP_AVG_SQ_SCALE = list(_FIELD.values())[15:]
+
+
+@triton.jit(do_not_specialize=["offset"])
+def _adamw(
+    param_ptr,  # [numel] codes
+    grad_ptr,  # [numel] plain values or E4M3 codes
+    residual_ptr,  # [numel] int8, or None
+    exp_avg_ptr,  # [numel] codes
+    exp_avg_sq_ptr,  # [numel] codes
+    exp_avg_scales_ptr,  # [ceil(numel / M_BLOCK)] FP32, or None
+    exp_avg_sq_scales_ptr,  # [ceil(numel / V_BLOCK)] FP32, or None
+    scalars_ptr,  # [17] FP32, fields of Scalars
+    keys_ptr,  # [3] int32
+    ok_ptr,  # [] uint8
+    amaxes_ptr,  # [3] int32, bits of FP32
+    numel,
+    offset,
+    P_MAX: tl.constexpr,
+    P_MANTISSA: tl.constexpr,
+    P_EXPONENT: tl.constexpr,
+    M_MAX: tl.constexpr,
+    M_MANTISSA: tl.constexpr,
+    M_EXPONENT: tl.constexpr,
+    V_MAX: tl.constexpr,
+    V_MANTISSA: tl.constexpr,
+    V_EXPONENT: tl.constexpr,
+    M_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    SQRT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    if tl.load(ok_ptr) == 0:
+        return
+    lr = tl.load(scalars_ptr + _LR)
+    weight_decay = tl.load(scalars_ptr + _WEIGHT_DECAY)
+    beta1 = tl.load(scalars_ptr + _BETA1)
+    one_minus_beta1 = tl.load(scalars_ptr + _ONE_MINUS_BETA1)
+    beta2 = tl.load(scalars_ptr + _BETA2)
+    one_minus_beta2 = tl.load(scalars_ptr + _ONE_MINUS_BETA2)
+    eps = tl.load(scalars_ptr + _EPS)
+    bias_correction1 = tl.load(scalars_ptr + _BIAS_CORRECTION1)
+    sqrt_bias_correction2 = tl.load(scalars_ptr + _SQRT_BIAS_CORRECTION2)
+    ratio_bound = tl.load(scalars_ptr + _RATIO_BOUND)
+    grad_factor = tl.load(scalars_ptr + _GRAD_FACTOR)
+    param_factor = tl.load(scalars_ptr + _PARAM_FACTOR)
+    param_scale = tl.load(scalars_ptr + _PARAM_SCALE)
+    exp_avg_factor = tl.load(scalars_ptr + _EXP_AVG_FACTOR)
+    exp_avg_scale = tl.load(scalars_ptr + _EXP_AVG_SCALE)
+    exp_avg_sq_factor = tl.load(scalars_ptr + _EXP_AVG_SQ_FACTOR)
+    exp_avg_sq_scale = tl.load(scalars_ptr + _EXP_AVG_SQ_SCALE)
+    param_key = tl.load(keys_ptr)
+    exp_avg_key = tl.load(keys_ptr + 1)
+    exp_avg_sq_key = tl.load(keys_ptr + 2)
+
+    param_amax = tl.zeros([TILE], tl.float32)
+    exp_avg_amax = tl.zeros([TILE], tl.float32)
+    exp_avg_sq_amax = tl.zeros([TILE], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(numel, TILE), tl.num_programs(0)):
+        start = tile * tl.full([], TILE, tl.int64)
+        index = start + tl.arange(0, TILE)
+        mask = index < numel
+
+        p = tl.load(param_ptr + index, mask, other=0.0).to(tl.float32) * param_factor
+        if residual_ptr is None:
+            g = tl.load(grad_ptr + index, mask, other=0.0).to(tl.float32)
+        else:
+            low = tl.load(residual_ptr + index, mask, other=0)
+            g = _merge_e4m11(tl.load(grad_ptr + index, mask, other=0.0), low)
+        g = g * grad_factor
+        if not DECOUPLED:
+            g = g + weight_decay * p
+        m = tl.load(exp_avg_ptr + index, mask, other=0.0).to(tl.float32)
+        if M_BLOCK is None:
+            m = m * exp_avg_factor
+        else:
+            m = _unscale_blocks(m, exp_avg_scales_ptr, start, numel, M_BLOCK, TILE)
+        m = beta1 * m + one_minus_beta1 * g
+        v = tl.load(exp_avg_sq_ptr + index, mask, other=0.0).to(tl.float32)
+        if V_BLOCK is None:
+            v = v * exp_avg_sq_factor
+        else:
+            v = _unscale_blocks(v, exp_avg_sq_scales_ptr, start, numel, V_BLOCK, TILE)
+        if SQRT:
+            v = v * v
+        v = beta2 * v + one_minus_beta2 * (g * g)
+        root = tl.sqrt_rn(v)
+        ratio = tl.div_rn(tl.div_rn(m, bias_correction1), tl.div_rn(root, sqrt_bias_correction2) + eps)
+        ratio = tl.where(m == 0, 0.0, ratio)
+        ratio = tl.where(ratio > ratio_bound, ratio_bound, ratio)
+        ratio = tl.where(ratio < -ratio_bound, -ratio_bound, ratio)
+        if DECOUPLED:
+            ratio = ratio + weight_decay * p
+        update = lr * ratio
+        p = tl.where(update == 0, p, p - update)
+
+        element = offset + index
+        p = _round(p * param_scale, param_key, element, P_MAX, P_MANTISSA, P_EXPONENT, STOCHASTIC)
+        codes = p.to(param_ptr.dtype.element_ty)
+        tl.store(param_ptr + index, codes, mask)
+        param_amax = _raise(param_amax, codes)
+
+        if M_BLOCK is None:
+            m = m * exp_avg_scale
+        else:
+            m = _scale_blocks(m, exp_avg_scales_ptr, start, numel, M_MAX, M_BLOCK, TILE)
+        m = _round(m, exp_avg_key, element, M_MAX, M_MANTISSA, M_EXPONENT, STOCHASTIC)
+        codes = m.to(exp_avg_ptr.dtype.element_ty)
+        tl.store(exp_avg_ptr + index, codes, mask)
+        if M_BLOCK is None:
+            exp_avg_amax = _raise(exp_avg_amax, codes)
+
+        second = root if SQRT else v
+        if V_BLOCK is None:
+            second = second * exp_avg_sq_scale
+        else:
+            second = _scale_blocks(second, exp_avg_sq_scales_ptr, start, numel, V_MAX, V_BLOCK, TILE)
+        second = _round(second, exp_avg_sq_key, element, V_MAX, V_MANTISSA, V_EXPONENT, STOCHASTIC)
+        codes = second.to(exp_avg_sq_ptr.dtype.element_ty)
+        tl.store(exp_avg_sq_ptr + index, codes, mask)
+        if V_BLOCK is None:
+            exp_avg_sq_amax = _raise(exp_avg_sq_amax, codes)
+
+    tl.atomic_max(amaxes_ptr, tl.max(param_amax, 0).to(tl.int32, bitcast=True))
+    if M_BLOCK is None:
+        tl.atomic_max(amaxes_ptr + 1, tl.max(exp_avg_amax, 0).to(tl.int32, bitcast=True))
+    if V_BLOCK is None:
+        tl.atomic_max(amaxes_ptr + 2, tl.max(exp_avg_sq_amax, 0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _raise(amax, codes):
+    """The larger of `amax` and |codes|, element by element."""
+    magnitude = tl.abs(codes.to(tl.float32))
+    return tl.where(magnitude > amax, magnitude, amax)
+
+
+@triton.jit
+def _merge_e4m11(codes, residual):
+    """FP32 value of E4M11 words: E4M3 code and int8 low byte."""
+    bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+    magnitude = ((bits & 0x7F) << 8) + residual.to(tl.int32)
+    normal = ((magnitude << 12) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2048, magnitude.to(tl.float32) * 7.62939453125e-06, normal)  # 2^-17
+    return tl.where(bits >= 128, -value, value)
+
+
+@triton.jit
+def _unscale_blocks(x, scales_ptr, start, numel, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """x / scale, [TILE], with one power-of-two scale for each BLOCK elements."""
+    ROWS: tl.constexpr = TILE // BLOCK
+    row = start // BLOCK + tl.arange(0, ROWS)
+    scales = tl.load(scales_ptr + row, row < tl.cdiv(numel, BLOCK), other=1.0)
+    factors = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scales)
+    return tl.reshape(tl.reshape(x, [ROWS, BLOCK]) * factors[:, None], [TILE])
+
+
+@triton.jit
+def _scale_blocks(x, scales_ptr, start, numel, MAX: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """x * scale, [TILE], with new scales from the maximum of each BLOCK elements, which are stored."""
+    ROWS: tl.constexpr = TILE // BLOCK
+    x = tl.reshape(x, [ROWS, BLOCK])
+    amax = tl.max(tl.abs(x), 1)
+    # As scale_from_amax: 2^floor(log2(MAX / amax)) from exponent and mantissa fields, clamped to [2^-126, 2^126].
+    bits = amax.to(tl.int32, bitcast=True)
+    max_bits = tl.full([ROWS], MAX, tl.float32).to(tl.int32, bitcast=True)
+    exponent = (max_bits >> 23) - (bits >> 23) - tl.where((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF), 1, 0)
+    exponent = tl.where(exponent > 126, 126, tl.where(exponent < -126, -126, exponent))
+    scales = tl.where(amax > 0, ((exponent + 127) << 23).to(tl.float32, bitcast=True), 1.0)
+    row = start // BLOCK + tl.arange(0, ROWS)
+    tl.store(scales_ptr + row, scales, row < tl.cdiv(numel, BLOCK))
+    return tl.reshape(x * scales[:, None], [TILE])
+
+
+@triton.jit
+def _round(
+    y, key, element, MAX: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """y cut to ±MAX, and if stochastic rounded to a neighbour in the format, FP32; the conversion rounds to nearest otherwise."""
+    y = tl.where(y > MAX, MAX, y)
+    y = tl.where(y < -MAX, -MAX, y)
+    if STOCHASTIC and MANTISSA < 23:
+        DROP: tl.constexpr = 23 - MANTISSA
+        noise = (_random_bits(key, element) >> (32 - DROP)).to(tl.int32)
+        bits = y.to(tl.int32, bitcast=True)
+        rounded = ((bits + noise) & (-1 << DROP)).to(tl.float32, bitcast=True)
+        if EXPONENT > -126:
+            SMALLEST: tl.constexpr = 2.0 ** (EXPONENT - MANTISSA)
+            steps = tl.abs(y) * (1.0 / SMALLEST) + noise.to(tl.float32) * (2.0**-DROP)
+            magnitude = tl.floor(steps) * SMALLEST
+            subnormal = tl.where(bits < 0, -magnitude, magnitude)
+            rounded = tl.where(tl.abs(y) < 2.0**EXPONENT, subnormal, rounded)
+        y = rounded
+    return y
+
+
+@triton.jit
+def _random_bits(key, element):
+    """fmix32(element * GOLDEN + (element >> 32) * HIGH + key), uint32."""
+    word = element.to(tl.uint32) * _GOLDEN + (element >> 32).to(tl.uint32) * _HIGH + key.to(tl.uint32, bitcast=True)
+    word = (word ^ (word >> 16)) * _MIX1
+    word = (word ^ (word >> 13)) * _MIX2
+    return word ^ (word >> 16)

@@ -1,0 +1,307 @@
+"""AdamW with precision decoupled: FP8 gradients and first moment, FP16 second moment and master, all arithmetic in FP32.
+
+A converted parameter (a `ScaledTensor`) is its own master: there is no second copy of the weights. Per parameter of O2 that is
+2 (FP16 + scale) + 1 (E4M3 gradient) + 1 (E4M3 first moment in blocks) + 2 (FP16 √v) = 6 B, where the usual mixed precision holds 16
+(Eq. 8 and 7 of FP8-LM). Every other parameter keeps FP32 moments.
+
+A step reads and writes each parameter once (`kernels.adamw`). Around these passes stand a few batched operations on 0-d tensors
+(`kernels.adamw_scalars`), so the host never waits for the device. Rounding is stochastic unless the recipe says otherwise: to
+nearest, every update below half a step of the format is lost, which at a fine-tuning learning rate is most of them.
+
+A step in which any gradient is not finite, or has a square that is not, changes nothing in any parameter, and is counted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from octavo import kernels
+from octavo.formats import FP32, Format
+from octavo.kernels.reference.adamw import Scalars, UpdateFormats
+from octavo.optim.state import (
+    Slot,
+    check_group,
+    check_loadable,
+    describe,
+    gradient,
+    initial_state,
+    seal,
+    unseal,
+    update_formats,
+)
+from octavo.recipe import Recipe, get_recipe
+from octavo.tensor import ScaledTensor, uncast
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose scalars are computed together: of one group, device and kind."""
+
+    group: dict[str, Any]
+    formats: UpdateFormats
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass
+class _Plan:
+    """The scalars of a bucket's step, on its device."""
+
+    columns: Scalars
+    keys: Tensor
+    maxima: Tensor
+    """FP32 [n, 3], of the codes before the step."""
+    ok: Tensor
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (decoupled weight decay) for converted and plain parameters alike.
+
+    p = p - lr·(m̂/(√v̂ + eps) + weight_decay·p), with bias-corrected moments, and m̂/√v̂ cut to the bound that exact Adam obeys.
+
+    Args:
+        params: parameters, named parameters or groups of them: FP32, BF16, FP16 or `ScaledTensor`.
+        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`; lr may be a 0-d tensor.
+        recipe: formats of the moments of converted parameters, and the rounding of everything.
+        seed: of stochastic rounding, together with the step and the position of an element among all elements.
+
+    Raises `ValueError` for hyper-parameters out of range, parameters of other dtypes, and sparse gradients.
+
+    `state_dict` holds plain tensors (`octavo.optim.state`), and `load_state_dict` continues the run bit for bit.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        recipe: str | Recipe = "O2",
+        seed: int = 0,
+    ) -> None:
+        self.recipe = get_recipe(recipe)
+        self._maxima: dict[Tensor, tuple[tuple, Tensor]] = {}
+        """By parameter: FP32 [3], largest magnitudes among the codes of param, exp_avg, exp_avg_sq, with their fingerprint."""
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "seed": seed,
+            "state_formats": describe(self.recipe),
+        }
+        super().__init__(params, defaults)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self.param_groups[0]["params"][0].device)
+        """Number of steps that non-finite gradients made void; 0-d, on the device, so reading it waits for the device."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, after checking it: see `torch.optim.Optimizer.add_param_group`."""
+        if not isinstance(param_group["params"], (Tensor, set)):
+            param_group["params"] = list(param_group["params"])
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient; returns the result of `closure`, which is called first, if given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        buckets = self._buckets()
+        plans = [self._plan(bucket) for bucket in buckets]
+        if not plans:
+            return loss
+        ok = plans[0].ok
+        for plan in plans[1:]:
+            ok = ok & plan.ok.to(ok.device, non_blocking=True)
+        for bucket, plan in zip(buckets, plans, strict=True):
+            self._update(bucket, plan, ok.to(plan.ok.device, non_blocking=True))
+        self.skipped_steps = self.skipped_steps.to(ok.device) + ~ok
+        return loss
+
+    def _buckets(self) -> list[_Bucket]:
+        """All parameters with a gradient. Every gradient is checked before anything changes."""
+        offset, found = 0, []
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    found.append((number, param, gradient(param), offset))
+                offset += param.numel()
+        buckets: dict[tuple, _Bucket] = {}
+        for number, param, (grad, grad_scale, residual), offset in found:
+            state = self.state[param]
+            if not state:
+                state.update(initial_state(param, self.recipe))
+            formats = update_formats(param, state, self.recipe, self._decoupled)
+            codes, scale = (param.codes, param.scale) if isinstance(param, ScaledTensor) else (param.detach(), None)
+            slot = Slot(param, codes, scale, grad, grad_scale, residual, state, offset)
+            key = (number, codes.device, formats, residual is not None)
+            buckets.setdefault(key, _Bucket(self.param_groups[number], formats)).slots.append(slot)
+        return list(buckets.values())
+
+    def _plan(self, bucket: _Bucket) -> _Plan:
+        slots, group = bucket.slots, bucket.group
+        device = slots[0].codes.device
+        one = torch.ones((), device=device)
+        step = torch.stack([slot.state["step"] for slot in slots]) + 1
+        maxima = torch.stack([self._maxima_before(slot) for slot in slots])
+        columns, ok = kernels.adamw_scalars(
+            step,
+            torch.stack([scale for slot in slots for scale in slot.scales(bucket.formats, one)]).view(-1, 3),
+            maxima,
+            torch.stack([one if slot.grad_scale is None else slot.grad_scale for slot in slots]),
+            torch.stack([kernels.amax(slot.grad) for slot in slots]),
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            residual=slots[0].residual is not None,
+            formats=bucket.formats,
+        )
+        streams = torch.arange(3, dtype=torch.int32, device=device)
+        keys = kernels.make_key(group["seed"], step.unsqueeze(1), streams, device)
+        return _Plan(columns, keys, maxima, ok)
+
+    def _maxima_before(self, slot: Slot) -> Tensor:
+        fingerprint, maxima = self._maxima.get(slot.param, (None, None))
+        if maxima is None or fingerprint != slot.fingerprint:
+            maxima = torch.stack([kernels.amax(codes) for codes in slot.stored])
+        return maxima
+
+    def _update(self, bucket: _Bucket, plan: _Plan, ok: Tensor) -> None:
+        """Run the passes of a bucket, then store what they leave: steps, scales and maxima."""
+        slots, formats, columns = bucket.slots, bucket.formats, plan.columns
+        maxima = torch.zeros_like(plan.maxima)
+        rows = zip(slots, torch.stack(columns, dim=1).unbind(), plan.keys.unbind(), maxima.unbind(), strict=True)
+        for slot, scalars, key, new_maxima in rows:
+            flat = slot.codes.contiguous().view(-1)
+            kernels.adamw(
+                flat,
+                slot.grad.view(-1),
+                None if slot.residual is None else slot.residual.view(-1),
+                slot.state["exp_avg"].view(-1),
+                slot.state["exp_avg_sq"].view(-1),
+                slot.state["exp_avg_scale"] if formats.exp_avg_block else None,
+                slot.state["exp_avg_sq_scale"] if formats.exp_avg_sq_block else None,
+                scalars,
+                key,
+                ok,
+                new_maxima,
+                formats,
+                slot.offset,
+            )
+            if not slot.codes.is_contiguous():
+                slot.codes.copy_(flat.view(slot.codes.shape))
+        torch._foreach_add_([slot.state["step"] for slot in slots], ok.float())
+        one = torch.ones_like(ok, dtype=torch.float32)
+        scales = zip(*(slot.scales(formats, one) for slot in slots), strict=True)
+        new_scales = (columns.param_scale, columns.exp_avg_scale, columns.exp_avg_sq_scale)
+        for old, new in zip(scales, new_scales, strict=True):
+            if old[0] is not one:
+                torch._foreach_copy_(list(old), torch.where(ok, new, torch.stack(old)).unbind())
+        for slot, row in zip(slots, torch.where(ok, maxima, plan.maxima).unbind(), strict=True):
+            increment_version(slot.param)
+            if getattr(slot.param, "_octavo_cast", None) is not None:
+                slot.param._octavo_cast = None  # type: ignore[attr-defined]  # the FP8 copy of the weight is out of date
+            self._maxima[slot.param] = (slot.fingerprint, row)
+
+    def check_numerics(self) -> None:
+        """Warn of every group whose learning rate is so small that its updates cannot reach a typical weight.
+
+        A typical update of Adam is lr. With rounding to nearest it is lost below half a step of the storage format at the weight's
+        size; with stochastic rounding it counts in expectation, down to half a step of the FP32 arithmetic. Waits for the device.
+        """
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                stored = param.format if isinstance(param, ScaledTensor) else Format.of(param.dtype)
+                fmt = stored if self.recipe.rounding == "nearest" else FP32
+                size = float(uncast(param.detach(), torch.float32).abs().mean()) if param.numel() else 0.0
+                if float(group["lr"]) < size * fmt.eps / 4:
+                    warnings.warn(
+                        f"lr {float(group['lr']):.3g} of parameter group {number} is lost on a parameter {tuple(param.shape)}: "
+                        f"weights of size {size:.3g} in {fmt} change in steps of about {size * fmt.eps:.3g}",
+                        stacklevel=2,
+                    )
+                    break
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`, plain tensors only, with `master_scale` for each `ScaledTensor` parameter.
+
+        The scale lets `load_state_dict` give the parameter the codes that it had, after the model was loaded from real values.
+        """
+        result = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in result["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in result["state"] and isinstance(param, ScaledTensor):
+                result["state"][number] = {**result["state"][number], "master_scale": param.scale}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, every tensor in the dtype in which it was saved, into the tensors of the present state where they fit.
+
+        States of `torch.optim.AdamW` are accepted and go on in FP32. Load the model first: its weights get back their scales here.
+        Raises `ValueError`, before anything changes, if the state was saved with other formats.
+        """
+        check_loadable(state_dict, self.recipe)
+        present = self.state
+
+        def after(_: torch.optim.Optimizer) -> None:
+            for group in self.param_groups:
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+            for param, sealed in self.state.items():
+                self.state[param] = unseal(param, sealed, present.get(param, {}))
+
+        # The hooks of the user see the state as it was saved, and as it was loaded.
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, loaded: seal(loaded)),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "recipe": self.recipe, "skipped_steps": self.skipped_steps}  # type: ignore[misc]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._maxima = {}
+
+
+class Adam(AdamW):
+    """Adam with L2 regularisation: as `AdamW`, but weight_decay·p is added to the gradient, as in `torch.optim.Adam`."""
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        recipe: str | Recipe = "O2",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, recipe=recipe, seed=seed)

@@ -1,0 +1,69 @@
+"""Clipping of gradients by their global norm, FP8 gradients included.
+
+The norm is of real values, in FP64, so no square overflows. A `ScaledTensor` is clipped by its scale alone: its codes are not
+touched, nothing is rounded, and a clipped gradient still updates exactly as the unclipped one times the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from octavo import kernels
+from octavo.tensor import ScaledTensor
+
+CHUNK = 2**22
+"""Elements widened to FP64 at a time."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(params: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), in place; returns their norm before that, FP64, 0-d.
+
+    norm_type is the p of the p-norm, `inf` for the largest magnitude. If the norm is not finite, the gradients stay as they are, so
+    that the optimizer skips the step. Raises `ValueError` for a negative `max_norm`. Does not wait for the device.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm}: it must not be negative")
+    params = [params] if isinstance(params, Tensor) else params
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    device = grads[0].device
+    norms = torch.stack([_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads])
+    norm = torch.linalg.vector_norm(norms, norm_type)
+    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0).float()
+    for grad in grads:
+        local = factor.to(grad.device, non_blocking=True)
+        if isinstance(grad, ScaledTensor):
+            grad.scale.div_(local)
+            increment_version(grad)
+        else:
+            grad.mul_(local)
+    return norm
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    """The norm of one gradient, FP64."""
+    if not isinstance(grad, ScaledTensor):
+        return _chunked_norm(grad, None, norm_type)
+    if grad.block is not None:
+        return _chunked_norm(grad.dequantize(torch.float32), None, norm_type)
+    return _chunked_norm(grad.codes, grad.residual, norm_type) / grad.scale.double()
+
+
+def _chunked_norm(values: Tensor, residual: Tensor | None, norm_type: float) -> Tensor:
+    one = torch.ones((), device=values.device)
+    parts = []
+    flat = values.reshape(-1)
+    for start in range(0, max(flat.numel(), 1), CHUNK):
+        chunk = flat[start : start + CHUNK]
+        if values.itemsize == 1 and residual is None:
+            chunk = kernels.uncast(chunk, one)
+        elif residual is not None:
+            chunk = kernels.uncast_residual(chunk, residual.reshape(-1)[start : start + CHUNK], one)
+        parts.append(torch.linalg.vector_norm(chunk.double(), norm_type) if chunk.numel() else one.double() * 0)
+    return torch.linalg.vector_norm(torch.stack(parts), norm_type)

@@ -1,0 +1,206 @@
+"""The state of the optimizer as plain tensors: its formats, how it begins, how it is saved and loaded.
+
+State of a parameter: `step` (FP32, 0-d), `exp_avg`, `exp_avg_sq` (v, or √v if the recipe says so), and where the format needs
+scales `exp_avg_scale`, `exp_avg_sq_scale`: FP32, 0-d, or one per block of the flattened tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.formats import BF16, E4M3, FP16, FP32, Format
+from octavo.kernels.reference.adamw import UpdateFormats
+from octavo.kernels.reference.adamw_scalars import has_scale
+from octavo.recipe import Recipe
+from octavo.tensor import ScaledTensor
+
+PLAIN = tuple(fmt.dtype for fmt in (FP32, BF16, FP16))
+"""Dtypes of plain parameters and gradients."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Slot:
+    """What a step needs of one parameter, as plain tensors."""
+
+    param: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    grad: Tensor
+    grad_scale: Tensor | None
+    residual: Tensor | None
+    state: dict[str, Tensor]
+    offset: int
+    """Index of the first element among all elements of the optimizer."""
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tensors that a step rewrites."""
+        return self.codes, self.state["exp_avg"], self.state["exp_avg_sq"]
+
+    @property
+    def fingerprint(self) -> tuple:
+        """Changes when anybody but the kernel writes into one of the stored tensors, or replaces it."""
+        return tuple((tensor.data_ptr(), tensor._version) for tensor in self.stored)
+
+    def scales(self, formats: UpdateFormats, one: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The 0-d scales of the stored tensors, `one` where there is none or there are blocks."""
+        return (
+            one if self.scale is None else self.scale,
+            one if formats.exp_avg_block else self.state.get("exp_avg_scale", one),
+            one if formats.exp_avg_sq_block else self.state.get("exp_avg_sq_scale", one),
+        )
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raises `ValueError` if a hyper-parameter or a parameter of the group is none that octavo can optimize."""
+    lr, betas, eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr has {lr.numel()} elements: pass a number or a tensor of one element")
+    if not 0 <= float(lr) < float("inf"):
+        raise ValueError(f"lr is {float(lr)}: it must be finite and not negative; to ascend, pass maximize=True")
+    for index, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{index}] is {beta}: it must be in [0, 1)")
+    if not eps >= 0 or not weight_decay >= 0:
+        raise ValueError(f"eps is {eps} and weight_decay {weight_decay}: neither may be negative")
+    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    for index, param in enumerate(params):
+        name, param = param if isinstance(param, tuple) else (f"parameter {index}", param)
+        if isinstance(param, ScaledTensor):
+            if param.format not in (FP16, BF16, E4M3) or param.scale.dim() > 0 or param.residual is not None:
+                raise ValueError(
+                    f"{name} is stored in {param.format}, but a master is FP16, BF16 or E4M3 with one scale"
+                )
+        elif isinstance(param, Tensor) and param.dtype not in PLAIN:
+            raise ValueError(
+                f"{name} is {param.dtype}: convert it to FP32, BF16 or FP16, or leave it out of the optimizer"
+            )
+
+
+def gradient(param: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(codes or plain values, scale, residual) of the gradient, contiguous. Raises `ValueError` if it cannot be used."""
+    grad = param.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of a parameter {tuple(param.shape)} is sparse: use Embedding(..., sparse=False)"
+        )
+    if isinstance(grad, ScaledTensor):
+        if grad.format is E4M3 and grad.block is None:
+            residual = None if grad.residual is None else grad.residual.contiguous()
+            return grad.codes.contiguous(), grad.scale, residual
+        grad = grad.dequantize(torch.float32)
+    if grad.dtype not in PLAIN:
+        raise ValueError(
+            f"the gradient of a parameter {tuple(param.shape)} is {grad.dtype}: it must be FP32, BF16, FP16 or a ScaledTensor"
+        )
+    return grad.contiguous(), None, None
+
+
+def initial_state(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+    """Zero moments: in the recipe's formats for a converted parameter (told by itself or by its gradient), else FP32."""
+    converted = isinstance(param, ScaledTensor) or isinstance(param.grad, ScaledTensor)
+    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
+    for name in MOMENTS:
+        fmt: Format = getattr(recipe, name) if converted else FP32
+        block: int | None = getattr(recipe, f"{name}_block") if converted else None
+        state[name] = torch.zeros(param.shape, dtype=fmt.dtype, device=param.device)
+        if block is not None or has_scale(fmt):
+            shape = () if block is None else (-(-param.numel() // block),)
+            state[f"{name}_scale"] = torch.ones(shape, dtype=torch.float32, device=param.device)
+    return state
+
+
+def update_formats(param: Tensor, state: dict[str, Tensor], recipe: Recipe, decoupled: bool) -> UpdateFormats:
+    """The formats that parameter and state *have*: a state loaded from torch.optim.AdamW is FP32 where a new one would not be."""
+    formats = {name: Format.of(state[name].dtype) for name in MOMENTS}
+    blocked = {name: f"{name}_scale" in state and state[f"{name}_scale"].dim() == 1 for name in MOMENTS}
+    return UpdateFormats(
+        param=param.format if isinstance(param, ScaledTensor) else Format.of(param.dtype),
+        exp_avg=formats["exp_avg"],
+        exp_avg_sq=formats["exp_avg_sq"],
+        param_scaled=isinstance(param, ScaledTensor),
+        exp_avg_block=recipe.exp_avg_block if blocked["exp_avg"] else None,
+        exp_avg_sq_block=recipe.exp_avg_sq_block if blocked["exp_avg_sq"] else None,
+        sqrt_exp_avg_sq=recipe.sqrt_exp_avg_sq and formats["exp_avg_sq"] is not FP32,
+        stochastic=recipe.rounding == "stochastic",
+        decoupled=decoupled,
+    )
+
+
+def describe(recipe: Recipe) -> str:
+    """The formats of the moments in words, as kept in a checkpoint: states with other words cannot be continued."""
+    words = []
+    for name in MOMENTS:
+        root = "sqrt of " if name == "exp_avg_sq" and recipe.sqrt_exp_avg_sq else ""
+        block = getattr(recipe, f"{name}_block")
+        words.append(f"{name} {root}{getattr(recipe, name)}" + (f" in blocks of {block}" if block else ""))
+    return ", ".join(words)
+
+
+def check_loadable(state_dict: dict[str, Any], recipe: Recipe) -> None:
+    """Raises `ValueError` if the state was saved by an optimizer with other formats, or with amsgrad."""
+    for group in state_dict["param_groups"]:
+        if group.get("amsgrad"):
+            raise ValueError(
+                "the state was saved with amsgrad=True, which octavo does not have: start with a fresh state"
+            )
+        saved, ours = group.get("state_formats"), describe(recipe)
+        if saved is not None and saved != ours:
+            raise ValueError(
+                f"the state was saved with {saved}, but recipe {recipe.name!r} keeps {ours}: "
+                "build the optimizer with the recipe of the run that saved it"
+            )
+
+
+@dataclass
+class Sealed:
+    """A value of a loaded state, hidden from `torch.optim.Optimizer.load_state_dict`, which casts all tensors that it sees."""
+
+    value: Any
+
+
+def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` with sealed state values."""
+    state = {number: {k: Sealed(v) for k, v in values.items()} for number, values in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+def unseal(param: Tensor, sealed: dict[str, Sealed], present: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of `param` from sealed values, each written into the tensor that `present` has for it, if that fits.
+
+    `master_scale` goes to the parameter. No loaded tensor is kept, so two optimizers never share a state.
+    """
+    state = {}
+    for key, value in ((key, seal.value) for key, seal in sealed.items()):
+        if key == "master_scale":
+            if isinstance(param, ScaledTensor):
+                restore_scale(param, value)
+            continue
+        if key == "step":
+            value = torch.as_tensor(value, dtype=torch.float32).reshape(())
+        old = present.get(key)
+        if old is not None and (old.shape, old.dtype) == (value.shape, value.dtype):
+            state[key] = old.copy_(value)
+        else:
+            state[key] = value.to(param.device, copy=True, memory_format=torch.contiguous_format)
+    return state
+
+
+@torch.no_grad()
+def restore_scale(param: ScaledTensor, scale: Tensor) -> None:
+    """Give the codes of `param` the scale that they were saved with, if that leaves every real value as it is."""
+    scale = scale.to(param.scale)
+    real = kernels.uncast(param.codes, param.scale)
+    codes = kernels.cast(real, scale, param.codes.dtype)
+    if torch.equal(kernels.uncast(codes, scale), real):
+        param.codes.copy_(codes)
+        param.scale.copy_(scale)
+        torch.autograd.graph.increment_version(param)
