@@ -1,0 +1,151 @@
+"""Change the linear layers of a model to FP8 in place, and back.
+
+Nothing is rebuilt: a module changes its class and its weight parameter its storage, so hooks, names, tied weights, optimizers and
+references all stay valid, and no weight is copied unless its format changes. All checks come first; a model is
+converted as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from octavo.convert.policy import DefaultPolicy, Filter, LayerReport, fp8_class, impossible, is_candidate
+from octavo.linear import FP8Linear, replaceable
+from octavo.recipe import Recipe, get_recipe
+from octavo.tensor import ScaledTensor
+
+SKIPPED = "_octavo_skipped"
+"""Attribute of a module that `convert` considered and left: the reason."""
+
+
+def convert(model: nn.Module, recipe: str | Recipe = "O2", *, filter: Filter | None = None) -> nn.Module:
+    """Convert the linear layers of `model` to `recipe` in place, and return it.
+
+    Args:
+        model: any module, on any device, also meta; its dtypes, `requires_grad`, hooks and names stay.
+        recipe: name or `Recipe`. One without an input format (`bf16`) converts nothing.
+        filter: (module, full name) -> whether to convert; replaces the default choice (all linear layers but output heads,
+            routers and layers with a side under 32). `convert_report` tells what was skipped and why.
+
+    Converting again with the same recipe changes nothing, except that a new filter may add layers. A weight that layers share
+    with a module that stays plain (a tied embedding) is multiplied in FP8 but stored plain.
+
+    Raises `ValueError`, before anything changes, if the model has layers of another recipe, none that can be converted, or
+    weights that a compiled function or an unfinished backward pass refers to.
+    """
+    recipe = get_recipe(recipe)
+    modules = dict(model.named_modules())
+    _check_recipe(modules, recipe)
+    chosen, skipped = _choose(model, modules, recipe, filter)
+    _check_chosen(modules, chosen, skipped, recipe)
+    shared = _shared_with_plain(modules, chosen)
+    for fqn, reason in skipped.items():
+        setattr(modules[fqn], SKIPPED, reason)
+    for fqn in chosen:
+        module = modules[fqn]
+        module.__dict__.pop(SKIPPED, None)
+        cls = fp8_class(module)
+        assert cls is not None
+        cls.adopt(module, recipe, exclusive=id(module.weight) not in shared)
+        assert isinstance(module, FP8Linear)
+        module.store()
+    return model
+
+
+def convert_report(model: nn.Module) -> list[LayerReport]:
+    """One entry for each module that holds a weight of two dims or more, in the order of `model.named_modules()`."""
+    reports = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            stored = "plain" if module.master is None else f"{module.master.name} and one scale"
+            if not module.exclusive:
+                stored += ", since a layer that stays plain reads it too"
+            reports.append(LayerReport(fqn, True, f"recipe {module.recipe.name}, weight stored {stored}"))
+        elif is_candidate(module):
+            reason = module.__dict__.get(SKIPPED) or impossible(module) or "not given to convert"
+            reports.append(LayerReport(fqn, False, reason))
+    return reports
+
+
+def export(model: nn.Module) -> nn.Module:
+    """Turn the model back, in place: plain classes, plain parameters with the real values, plain gradients. Returns it.
+
+    A weight gets the dtype that it had; to keep the 11 mantissa bits of a FP16 master in a BF16 model, take
+    `state_dict()`, which is FP32. Raises `ValueError`, before anything changes, if a weight is in use (see `convert`).
+    """
+    layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, FP8Linear)}
+    _check_replaceable({fqn: layer for fqn, layer in layers.items() if isinstance(layer.weight, ScaledTensor)})
+    for module in model.modules():
+        module.__dict__.pop(SKIPPED, None)
+    for layer in layers.values():
+        layer.release()
+    return model
+
+
+def _check_recipe(modules: dict[str, nn.Module], recipe: Recipe) -> None:
+    for fqn, module in modules.items():
+        if isinstance(module, FP8Linear) and module.recipe != recipe:
+            raise ValueError(
+                f"{fqn or 'the model'} was converted with recipe {module.recipe.name!r}, not {recipe.name!r}: "
+                "turn the model back first, octavo.export(model)"
+            )
+
+
+def _choose(
+    model: nn.Module, modules: dict[str, nn.Module], recipe: Recipe, filter: Filter | None
+) -> tuple[list[str], dict[str, str]]:
+    """(names of the modules to convert, reasons of those to leave)."""
+    policy = DefaultPolicy(model)
+    chosen, skipped = [], {}
+    for fqn, module in modules.items():
+        if isinstance(module, FP8Linear) or not (is_candidate(module) or fp8_class(module)):
+            continue
+        reason = impossible(module)
+        if reason is None and not recipe.converts:
+            reason = f"recipe {recipe.name!r} has no FP8 GEMM"
+        if reason is None and filter is not None and not filter(module, fqn):
+            reason = "the filter said no"
+        if reason is None and filter is None:
+            reason = module.__dict__.get(SKIPPED) or policy.reason(module, fqn)
+        if reason is None:
+            chosen.append(fqn)
+        else:
+            skipped[fqn] = reason
+    return chosen, skipped
+
+
+def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dict[str, str], recipe: Recipe) -> None:
+    if not recipe.converts:
+        return
+    if not chosen and not any(isinstance(module, FP8Linear) for module in modules.values()):
+        layers = "".join(f"\n  {fqn or 'the model itself'}: {reason}" for fqn, reason in list(skipped.items())[:8])
+        raise ValueError(
+            f"recipe {recipe.name!r} would convert no layer of {type(modules['']).__name__}; pass a filter to take layers that "
+            f"the default leaves, or recipe='bf16'. Layers with weights:{layers or ' none'}"
+        )
+    if recipe.master is not None:
+        _check_replaceable({fqn: modules[fqn] for fqn in chosen})
+
+
+def _check_replaceable(modules: dict[str, nn.Module]) -> None:
+    stuck = [
+        fqn for fqn, module in modules.items() if isinstance(module.weight, Tensor) and not replaceable(module.weight)
+    ]
+    if stuck:
+        raise ValueError(
+            f"the weights of {', '.join(stuck[:4]) or 'the model'} cannot change storage: a compiled function, a view "
+            "or a backward pass that was not run refers to them; convert before torch.compile and before the first forward, "
+            "or delete the outputs of that forward"
+        )
+
+
+def _shared_with_plain(modules: dict[str, nn.Module], chosen: list[str]) -> set[int]:
+    """Ids of the parameters that a module which is not converted owns too."""
+    converted = {id(modules[fqn]) for fqn in chosen}
+    return {
+        id(param)
+        for module in modules.values()
+        if id(module) not in converted and not isinstance(module, FP8Linear)
+        for param in module._parameters.values()
+        if param is not None
+    }

@@ -1,0 +1,110 @@
+"""Which layers become FP8, and why the others do not.
+
+A layer is taken if octavo knows its forward to be x · wᵀ + bias and nothing else: exact classes only, for a subclass may do
+more. Of those, the default leaves out what FP8 would harm or slow down: output heads (their logits decide the loss, and they
+are a few percent of the work), routers of experts (a flipped choice is a large error), and layers with a side under 32.
+A filter given by the user replaces the default, not what octavo cannot do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from octavo.linear import FP8Conv1D, FP8Linear
+
+Filter = Callable[[nn.Module, str], bool]
+"""(module, full name) -> whether to convert it."""
+
+HEADS = frozenset({"lm_head", "head", "output", "classifier", "score"})
+"""Names of output heads, where they stand outside of the numbered blocks of a model."""
+ROUTERS = frozenset({"gate", "router"})
+"""Names of routers, where they stand beside `experts`."""
+MIN_SIDE = 32
+"""Fewest input or output features for which a conversion can pay: below, casts cost more than the GEMM."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What `convert` did with one layer."""
+
+    fqn: str
+    """Full name of the module."""
+    converted: bool
+    reason: str
+    """Why it was skipped; of a converted layer, how its weight is stored."""
+
+    def __str__(self) -> str:
+        return f"{self.fqn}: {'converted' if self.converted else 'skipped'}, {self.reason}"
+
+
+def fp8_class(module: nn.Module) -> type[FP8Linear] | None:
+    """The class that `module` can become, or None if octavo does not know its forward."""
+    cls = type(module)
+    if cls is nn.Linear or (cls.__module__, cls.__name__) == ("octavo.models.layers", "Linear"):
+        return FP8Linear
+    if cls.__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(module.weight, nn.Parameter):
+        return FP8Conv1D
+    return None
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether the module holds a weight with two dims or more, so that a user may expect it to be converted."""
+    return any(dim >= 2 for dim in _dims(module))
+
+
+def _dims(module: nn.Module) -> list[int]:
+    """Dims of the parameters that the module itself holds; one that gets its shape at the first forward counts as a matrix."""
+    return [2 if is_lazy(param) else param.dim() for param in module._parameters.values() if param is not None]
+
+
+def impossible(module: nn.Module) -> str | None:
+    """Why octavo cannot convert this module whatever the filter says, or None."""
+    if fp8_class(module) is None:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return "an embedding looks rows up, it multiplies nothing"
+        if 3 in _dims(module):
+            return f"{type(module).__name__} keeps a 3-D weight, as fused experts do: only single linear layers are converted"
+        if isinstance(module, nn.Linear):
+            return f"{type(module).__name__} is a subclass of Linear, whose forward may do more than a product"
+        return f"{type(module).__name__} is not a linear layer"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters (parametrization, weight norm), and FP8 needs it to be one"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance: convert the model before hooks of accelerate and the like"
+    if weight.dtype not in DTYPES:
+        return f"its weight is {weight.dtype}; FP8 layers take float32, bfloat16 and float16"
+    if weight.numel() == 0:
+        return f"its weight {tuple(weight.shape)} is empty"
+    return None
+
+
+class DefaultPolicy:
+    """Why a convertible layer should stay as it is, in the context of its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.embeddings = {
+            id(module.weight): name for name, module in self.modules.items() if isinstance(module, nn.Embedding)
+        }
+
+    def reason(self, module: nn.Module, fqn: str) -> str | None:
+        """The reason, or None to convert."""
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        path, _, name = fqn.rpartition(".")
+        if id(weight) in self.embeddings:
+            return f"an output head: its weight is tied to {self.embeddings[id(weight)]}"
+        if name in HEADS and not any(part.isdigit() for part in fqn.split(".")):
+            return f"an output head by its name {name!r}"
+        if name in ROUTERS and hasattr(self.modules[path], "experts"):
+            return "a router of experts"
+        if min(weight.shape) < MIN_SIDE:
+            return f"its weight {tuple(weight.shape)} has a side under {MIN_SIDE}, where FP8 is slower"
+        return None

@@ -1,0 +1,21 @@
+"""Linear layers in FP8: `gemm` multiplies, `storage` keeps weights and gradients, `module` is the layer, `stats` counts losses."""
+
+from octavo.linear.gemm import LinearFunction, Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
+from octavo.linear.module import FP8Conv1D, FP8Linear
+from octavo.linear.stats import CastCounts, collect_stats
+from octavo.linear.storage import replace_parameter, replaceable
+
+__all__ = [
+    "CastCounts",
+    "FP8Conv1D",
+    "FP8Linear",
+    "LinearFunction",
+    "Operand",
+    "cast_operand",
+    "collect_stats",
+    "drop_weight_cache",
+    "replace_parameter",
+    "replaceable",
+    "scaled_gradient",
+    "weight_operand",
+]

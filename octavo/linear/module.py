@@ -1,0 +1,225 @@
+"""`FP8Linear`: a linear layer whose three GEMMs run in FP8, made from an existing layer by changing its class.
+
+The module object stays: its name, hooks, training flag and references to it survive, and so does every attribute. What a
+layer adds is its recipe and, with delayed scaling, two windows of past maxima, which are no buffers: `.half()` must not round
+them. `state_dict` speaks plain FP32 tensors under the names of the unconverted layer, and takes such back.
+
+An input that several layers read (q, k and v; gate and up) is cast once: its operand hangs on the input tensor itself, and all
+layers save the same FP8 copy for backward. Delayed scaling gives each layer its own scale, and so its own copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from octavo.formats import Format
+from octavo.linear.gemm import (
+    Gemms,
+    LinearFunction,
+    Operand,
+    cast_operand,
+    drop_weight_cache,
+    scaled_gradient,
+    weight_operand,
+)
+from octavo.linear.storage import replace_parameter, unwatch_gradient, watch_gradient
+from octavo.recipe import Recipe
+from octavo.scaling import DelayedScaling
+from octavo.tensor import ScaledTensor, cast, uncast
+
+SCALINGS = ("input_scaling", "grad_output_scaling")
+
+
+class FP8Linear(nn.Linear):
+    """y = x · wᵀ + bias with FP8 operands, for x [..., in_features] with any number of leading dims and tokens, also zero.
+
+    Made by `octavo.convert`, never built directly. The output has the autocast dtype if autocast is on, else that of `x`.
+    Raises `ValueError` if the last dim of `x` is not `in_features` or `x` is not floating.
+    """
+
+    input_first = False
+    """Whether the weight is stored [in_features, out_features]."""
+
+    recipe: Recipe
+    plain_class: type[nn.Module]
+    """What `octavo.export` turns the layer back into."""
+    exclusive: bool
+    """Whether only converted layers read the weight; if not, it and its gradient stay plain."""
+    stats: dict[str, Tensor] | None
+    """Counts of casts while `collect_stats` is active."""
+    input_scaling: DelayedScaling | None
+    grad_output_scaling: DelayedScaling | None
+
+    @classmethod
+    def adopt(cls, module: nn.Module, recipe: Recipe, exclusive: bool) -> None:
+        """Make `module` a layer of this class. Its weight is stored as it is; `store` changes that."""
+        plain_class = type(module)
+        module.__class__ = cls
+        assert isinstance(module, FP8Linear)
+        module.recipe, module.plain_class, module.exclusive, module.stats = recipe, plain_class, exclusive, None
+        module.input_scaling = module.grad_output_scaling = None
+        module.reset_scaling()
+        module.watch_gradient()
+
+    def release(self) -> None:
+        """Undo `adopt` and `store`: the weight and its gradient become plain tensors of the logical dtype."""
+        drop_weight_cache([self.weight])
+        unwatch_gradient(self.weight)
+        replace_parameter(self.weight, uncast(self.weight.detach()), self.weight.grad)
+        self.__class__ = self.plain_class  # type: ignore[assignment]
+        for name in ("recipe", "plain_class", "exclusive", "stats", "input_scaling", "grad_output_scaling"):
+            delattr(self, name)
+
+    @property
+    def master(self) -> Format | None:
+        """Storage of the weight; None if it is plain."""
+        return self.recipe.master if self.exclusive else None
+
+    @property
+    def gradient_format(self) -> Format | None:
+        """Storage of the gradient of the weight; None if it is plain."""
+        return self.recipe.grad if self.exclusive else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, n = self.weight.shape if self.input_first else self.weight.shape[::-1]
+        if x.shape[-1:] != (k,) or not x.is_floating_point():
+            raise ValueError(f"the layer takes floating [..., {k}], but the input is {x.dtype} {tuple(x.shape)}")
+        if not is_compiling():
+            self.watch_gradient()
+        flat = x.reshape(-1, k)
+        backward = torch.is_grad_enabled()
+        training = self.training and backward
+        gemms = Gemms(
+            self.recipe,
+            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype,
+            self.input_first,
+            self.gradient_format is not None,
+            self.grad_output_scaling if training else None,
+            self.stats,
+        )
+        with torch.no_grad():
+            x_operand = self._input_operand(x, flat, training, wgrad=backward and self.weight.requires_grad)
+            w_operand = self._weight_operand(dgrad=backward and x.requires_grad)
+        return LinearFunction.apply(flat, self.weight, self.bias, x_operand, w_operand, gemms).reshape(*x.shape[:-1], n)
+
+    def _input_operand(self, x: Tensor, flat: Tensor, training: bool, wgrad: bool) -> Operand:
+        """The operand of the input; its transpose only for wgrad."""
+        fmt, power_of_two = self.recipe.input, self.recipe.power_of_two
+        assert fmt is not None
+        scaling = self.input_scaling if training else None
+        stats = None if self.stats is None else self.stats["input"]
+        # Only an activation is shared: autograd made it, so nobody keeps it as a buffer and refills it behind our back.
+        shared = scaling is None and stats is None and not is_compiling() and x.grad_fn is not None
+        tag = (x._version, fmt, power_of_two) if shared else None
+        cached = getattr(x, "_octavo_cast", None) if shared else None
+        if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
+            return cached[1]
+        operand = cast_operand(flat, fmt, power_of_two=power_of_two, col=wgrad, scaling=scaling, stats=stats)
+        if shared:
+            x._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
+        return operand
+
+    def _weight_operand(self, dgrad: bool) -> Operand:
+        """The operand of the weight; with the half that dgrad reads, if that can stay until then."""
+        fmt = self.recipe.weight
+        assert fmt is not None
+        dgrad = dgrad and not is_compiling()
+        return weight_operand(
+            self.weight,
+            fmt,
+            power_of_two=self.recipe.power_of_two,
+            row=dgrad or not self.input_first,
+            col=dgrad or self.input_first,
+            stats=None if self.stats is None else self.stats["weight"],
+        )
+
+    # --- storage of the weight and of its gradient
+
+    def store(self) -> None:
+        """Put the weight, if it is plain, and its gradient into the formats of the recipe, in place."""
+        weight, grad = self.weight, self.weight.grad
+        if self.gradient_format is not None and grad is not None and not isinstance(grad, ScaledTensor):
+            grad = scaled_gradient(grad, weight.dtype)
+        if self.master is not None and not isinstance(weight, ScaledTensor):
+            replace_parameter(weight, cast(weight.detach(), self.master), grad)
+        weight.grad = grad
+        self.watch_gradient()
+
+    def watch_gradient(self) -> None:
+        """See to it that autograd leaves the gradient of the weight in FP8; wanted again for a new parameter or new memory."""
+        if self.gradient_format is not None:
+            watch_gradient(self.weight)
+
+    # --- delayed scaling
+
+    def _scalings(self) -> list[tuple[str, DelayedScaling]]:
+        return [(name, getattr(self, name)) for name in SCALINGS if getattr(self, name) is not None]
+
+    def reset_scaling(self) -> None:
+        """Forget all past maxima: the next steps scale each tensor by itself."""
+        if self.recipe.scaling == "delayed":
+            self.input_scaling, self.grad_output_scaling = DelayedScaling(), DelayedScaling()
+
+    def update_scaling(self) -> None:
+        """Let the maxima of the step just done enter the windows; once for each optimizer step."""
+        for _, scaling in self._scalings():
+            scaling.update()
+
+    # --- what nn.Module does with a layer
+
+    def train(self, mode: bool = True) -> FP8Linear:
+        if mode != self.training:  # evaluation often swaps averaged weights in, through `.data`
+            drop_weight_cache([self.weight])
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FP8Linear:
+        drop_weight_cache([self.weight])
+        super()._apply(fn, recurse)
+        self.watch_gradient()
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.weight, ScaledTensor) and not keep_vars:
+            # FP32 holds FP16 codes with a power-of-two scale exactly; the logical dtype, say BF16, would not.
+            destination[f"{prefix}weight"] = uncast(self.weight.detach(), torch.float32)
+        for name, scaling in self._scalings():
+            destination.update({f"{prefix}{name}.{key}": value for key, value in scaling.state_dict().items()})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        drop_weight_cache([self.weight])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.store()  # with assign=True the weight is now a plain tensor
+        # Past maxima belong to the weights of their time: without those of the loaded ones, begin again.
+        self.reset_scaling()
+        for name, scaling in self._scalings():
+            start = f"{prefix}{name}."
+            state = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
+            if state:
+                scaling.load_state_dict(state)
+        unexpected_keys = args[3]
+        ours = tuple(f"{prefix}{name}." for name in SCALINGS)
+        unexpected_keys[:] = [key for key in unexpected_keys if not key.startswith(ours)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        drop_weight_cache([self.weight])
+        return {**self.__dict__, "stats": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.watch_gradient()  # a copied parameter has no hooks
+
+    def extra_repr(self) -> str:
+        k, n = self.weight.shape if self.input_first else self.weight.shape[::-1]
+        master = self.weight.dtype if self.master is None else self.master.name
+        return f"{k}, {n}, bias={self.bias is not None}, recipe={self.recipe.name}, master={master}"
+
+
+class FP8Conv1D(FP8Linear):
+    """The `Conv1D` of Hugging Face's GPT-2: a linear layer whose weight is stored [in_features, out_features]."""
+
+    input_first = True
