@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from octavo import kernels
-from octavo.formats import E4M3, FP32, Format
+from octavo.formats import BF16, E4M3, FP32, Format
 
 aten = torch.ops.aten
 
@@ -204,6 +204,12 @@ class ScaledTensor(Tensor):
         store = _Store(inner["codes"], inner["scale"], inner.get("residual"), block)
         return _wrap(store, inner["codes"], (), dtype, residual_on_add)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Key of compiled graphs in the cache of torch.compile: everything but the values."""
+        parts = [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+        layouts = [(part.dtype, tuple(part.shape), part.stride(), part.device) for part in parts]
+        return f"{type(self).__name__}{self.__tensor_flatten__()[1]}{layouts}{self.requires_grad}"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -330,7 +336,8 @@ def _real(codes: Tensor, scale: Tensor, residual: Tensor | None, block: int | No
 def _fresh_scale(real: Tensor, fmt: Format, block: int | None) -> tuple[Tensor, Tensor]:
     """(scale, multiplier): the scale to store, and what to cast with, which is NaN where a value is not finite."""
     amax = kernels.amax(real, block=block)
-    scale = kernels.scale_from_amax(amax, fmt.max)
+    # BF16 has the range of FP32: scaled to its maximum, it would leave no room for the scale to follow a multiplication.
+    scale = torch.ones_like(amax) if fmt is BF16 else kernels.scale_from_amax(amax, fmt.max)
     return scale, torch.where(amax.isfinite(), scale, torch.nan)
 
 
@@ -392,6 +399,9 @@ def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             )
     for store, real in stores.values():
         store.write(real, with_residual=store.residual is not None)
+    for x in written:
+        if not any(x is argument for argument in (*args, *kwargs.values())):
+            torch.autograd.graph.increment_version(x)  # autograd does not do it for lists of tensors
     originals = {id(reals[id(x)]): x for x in written}
     return tree_map(lambda y: originals.get(id(y), y), out)
 
