@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from octavo.convert import convert
 from octavo.models.config import TransformerConfig
 from octavo.models.layers import Block, Linear, best_attention, make_norm, rotary_table
 from octavo.models.loss import IGNORE, chunk_loss, linear_cross_entropy
@@ -61,8 +62,6 @@ class Transformer(nn.Module):
                 for name, parameter in module.named_parameters(recurse=False):
                     model._initialize(f"{names[module]}.{name}", parameter, seed)
             if recipe is not None and isinstance(part, Block):
-                from octavo.convert import convert
-
                 convert(part, recipe)
         return model
 
