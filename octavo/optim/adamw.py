@@ -113,10 +113,14 @@ class AdamW(torch.optim.Optimizer):
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    @torch.compiler.disable
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; returns the result of `closure`, which is called first, if given."""
+        if torch.compiler.is_compiling():  # not a decorator: that would import the compiler with octavo, and it changes globals
+            return torch.compiler.disable(self._step)(closure)
+        return self._step(closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
