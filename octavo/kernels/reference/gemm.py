@@ -28,7 +28,8 @@ def scaled_mm_nt(
     """
     compute = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     one = torch.ones((), dtype=torch.float32, device=a_codes.device)
-    out = uncast(a_codes, one, compute) @ uncast(b_codes, one, compute).t()
+    with torch.autocast(a_codes.device.type, enabled=False):  # autocast of the caller would round FP32 operands
+        out = uncast(a_codes, one, compute) @ uncast(b_codes, one, compute).t()
     # Two reciprocals: the product of the scales may leave the range of FP32. In FP32, since a 0-d factor would be rounded to BF16.
     out = (out.float() if compute != torch.float32 else out).mul_(a_scale.reciprocal() * b_scale.reciprocal())
     return (out if bias is None else out.add_(bias)).to(out_dtype)
