@@ -28,11 +28,11 @@ def inner(module: nn.Module, fqn: str) -> bool:
     return isinstance(module, nn.Linear) and fqn not in ("0", "6")
 
 
-octavo.convert(model, mine, filter=inner)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer = octavo.initialize(model, optimizer, mine, filter=inner)
 for layer in octavo.convert_report(model):
-    print(f"layer {layer.fqn}: {'FP8 ' if layer.converted else 'kept'} {layer.reason}")
+    print(layer)
 
-optimizer = octavo.AdamW(model.parameters(), lr=1e-3, recipe=mine)
 target = nn.Linear(64, 32)
 for step in range(100):
     x = torch.randn(256, 64)

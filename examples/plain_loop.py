@@ -60,10 +60,11 @@ for step in range(STEPS):
     loss.backward()
     octavo.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    if step == STEPS - 1:
+        print(octavo.memory_report(model, optimizer))
     optimizer.zero_grad()
     if step % 10 == 0 or step == STEPS - 1:
         print(f"step {step:3d}  loss {loss.item():.3f}")
 
 for layer in octavo.convert_report(model):
-    print(f"{layer.fqn:20s} {'FP8' if layer.converted else 'kept'}  {layer.reason}")
-print(octavo.memory_report(model, optimizer))
+    print(layer)

@@ -71,6 +71,8 @@ def test_imports_go_down(file):
     tree = ast.parse((PACKAGE.parent / file).read_text())
     wrong = []
     for name in imports(tree, module, is_package):
+        if name == "octavo.__version__":
+            continue  # set before the package imports anything
         if name == "octavo" or name.split(".")[1] not in LAYERS:
             wrong.append(f"{name}: import the defining module, not the package")
         elif layer(name) > layer(module) and (file, name) not in UPWARD:
