@@ -12,10 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from octavo.convert import convert_report
 from octavo.models import SIZES, Linear, Transformer, TransformerConfig
 from octavo.models.layers import best_attention, rotary_table, rotate
 from octavo.models.loss import chunk_loss, linear_cross_entropy
 from octavo.optim import AdamW
+from octavo.tensor import uncast
 
 DIALECTS = ("tiny", "tiny-llama")
 
@@ -392,6 +394,31 @@ def test_blocks_share_one_compilation(seed):
     torch.testing.assert_close(loss, plain(tokens, targets))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2"])
+def test_converted_blocks_compile_without_a_graph_break(recipe, seed):
+    model, plain = (Transformer.build(small("tiny-llama"), recipe, seed=seed) for _ in range(2))
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    tokens, targets = batch(model.config)
+    for m in (model, plain):
+        for _ in range(2):
+            loss = m(tokens, targets)
+            loss.backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert type(p.grad) is type(q.grad)
+        torch.testing.assert_close(
+            uncast(p.grad), uncast(q.grad), rtol=0.1, atol=0.02 * uncast(q.grad).abs().max(), msg=name
+        )
+
+
+def test_report_says_why_the_head_stays(seed):
+    reports = {
+        report.fqn: report for report in convert_report(Transformer.build(small(tie_embeddings=False), "O2", seed=seed))
+    }
+    assert "output head" in reports["lm_head"].reason
+    assert all(report.converted == fqn.startswith("blocks") for fqn, report in reports.items())
 
 
 @pytest.mark.slow

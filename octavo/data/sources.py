@@ -1,8 +1,8 @@
 """Text from where a user has it: a file, a folder, or the Python sources that every machine has.
 
 A *document* is one text file, one record of a JSON-lines file, or one NUL-separated part of a compressed text file. Documents
-come in a fixed order (files sorted by their path below the source, records as they stand) and each text comes once: exact
-duplicates are dropped by hash, 16 bytes a document. Equal files therefore give equal documents on every machine.
+come in a fixed order (files by name, those of a folder before its subfolders', records as they stand) and each text comes once:
+exact duplicates are dropped by hash, 16 bytes a document. Equal files therefore give equal documents on every machine.
 
 | name | read as |
 |---|---|
@@ -19,6 +19,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import sysconfig
 import warnings
 import zlib
@@ -108,7 +109,9 @@ def _demo_files() -> list[tuple[str, Path]]:
     size = 0
     for label in ("stdlib", "purelib"):
         for name, file in _files_below(Path(paths[label])):
-            if file.suffix in TEXT and size < DEMO_BYTES:
+            if size >= DEMO_BYTES:
+                return files
+            if file.suffix in TEXT:
                 files.append((f"{label}/{name}", file))
                 size += file.stat().st_size
     if not files:
@@ -118,15 +121,22 @@ def _demo_files() -> list[tuple[str, Path]]:
     return files
 
 
-def _files_below(folder: Path) -> list[tuple[str, Path]]:
-    """(relative name, path) of the files below `folder`, sorted by name; without hidden ones, caches, tests and packages."""
+def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(relative name, path) of the files below `folder`, by name, those of a folder before its subfolders'.
+
+    Hidden ones, caches, tests and installed packages are left out.
+    """
     left_out = {"__pycache__", "site-packages", "dist-packages", "test", "tests"}
-    found = []
-    for file in folder.rglob("*"):
-        parts = file.relative_to(folder).parts
-        if not any(part.startswith(".") or part in left_out for part in parts) and file.is_file():
-            found.append(("/".join(parts), file))
-    return sorted(found)
+    for parent, folders, files in os.walk(folder, onerror=_refuse):
+        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        for name in sorted(files):
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _refuse(error: OSError) -> None:
+    raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def _kind(path: Path) -> _Kind:

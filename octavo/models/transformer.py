@@ -63,6 +63,8 @@ class Transformer(nn.Module):
                     model._initialize(f"{names[module]}.{name}", parameter, seed)
             if recipe is not None and isinstance(part, Block):
                 convert(part, recipe)
+        if recipe is not None:
+            convert(model, recipe)  # the blocks are; this records why the rest stays
         return model
 
     def parts(self) -> list[nn.Module]:
