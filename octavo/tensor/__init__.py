@@ -1,0 +1,8 @@
+"""`ScaledTensor`: low-precision codes and a scale behind the interface of a tensor.
+
+`storage` holds the codes and re-quantises them; `scaled_tensor` is the tensor; `dispatch` says what operations do to it.
+"""
+
+from octavo.tensor.scaled_tensor import ScaledTensor, cast, uncast
+
+__all__ = ["ScaledTensor", "cast", "uncast"]

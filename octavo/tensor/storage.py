@@ -1,0 +1,82 @@
+"""What a ScaledTensor and its views share: codes, scale, and the two ways to write them.
+
+`requantise` casts new real values with a fresh power-of-two scale, rounding to nearest. Such a scale makes the cast idempotent: the
+scale only ever grows for values that were codes before, so each of them is representable again. `multiply` moves a positive
+factor into the scale, which loses nothing.
+
+If any real value is not finite, all codes become NaN and the scale 1: a bad gradient stays visible where saturation would hide
+it, and scales stay finite and positive.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.formats import BF16, Format
+
+
+class Storage:
+    """Codes (any shape), scale (FP32, 0-d or one per `block` of the last dim) and residual (int8, or None) of a whole tensor.
+
+    The tensors stay the same objects through all writes; only the residual appears when it is first needed.
+    """
+
+    __slots__ = ("block", "codes", "residual", "scale")
+
+    def __init__(self, codes: Tensor, scale: Tensor, residual: Tensor | None, block: int | None) -> None:
+        self.codes, self.scale, self.residual, self.block = codes, scale, residual, block
+
+    def real(self, dtype: torch.dtype) -> Tensor:
+        """The real values of the whole, with the strides of the codes, so that views can be replayed on it."""
+        real = uncast(self.codes, self.scale, self.residual, self.block, dtype)
+        return real if self.codes.is_contiguous() else torch.empty_like(self.codes, dtype=dtype).copy_(real)
+
+    def requantise(self, real: Tensor, *, residual: bool) -> None:
+        """Writes the whole tensor; `residual` keeps 11 mantissa bits instead of the 3 of E4M3."""
+        scale, multiplier = fresh_scale(real, Format.of(self.codes.dtype), self.block)
+        if residual:
+            codes, low = kernels.cast_residual(real, multiplier)
+            self.write_residual(low)
+        else:
+            codes = kernels.cast(real, multiplier, self.codes.dtype, block=self.block)
+        self.codes.copy_(codes)
+        self.scale.copy_(scale)
+
+    def write_residual(self, residual: Tensor | None) -> None:
+        """Replaces the residual; None is zero."""
+        if self.residual is not None:
+            self.residual.zero_() if residual is None else self.residual.copy_(residual)
+        elif residual is not None:
+            self.residual = torch.empty_like(self.codes, dtype=torch.int8).copy_(residual)
+
+    def divide_scale(self, factor: float | Tensor) -> None:
+        """Multiplies the real values by a positive finite `factor`, in the scale."""
+        self.scale.copy_(self.scale.div(factor).clamp_(2.0**-126, 2.0**126))
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiplies the real values by `factor` (0-d, on the device): in the scale if it is positive and finite, as a clip
+        coefficient is; else in the codes. The host does not learn which."""
+        factor = factor.float()
+        in_scale = (factor > 0) & factor.isfinite()
+        old_scale = self.scale.clone()
+        values = uncast(self.codes, torch.ones_like(self.scale), self.residual, self.block, torch.float32)
+        self.requantise(values.mul_(torch.where(in_scale, 1.0, factor)), residual=self.residual is not None)
+        # Now the scale is that of the codes as if they were real values, and the old one is still to be divided out.
+        self.divide_scale(torch.where(in_scale, factor, 1.0) / old_scale)
+
+
+def uncast(codes: Tensor, scale: Tensor, residual: Tensor | None, block: int | None, dtype: torch.dtype) -> Tensor:
+    """The real values, contiguous, of `dtype`."""
+    if residual is not None:
+        return kernels.uncast_residual(codes, residual, scale, dtype)
+    return kernels.uncast(codes, scale, dtype, block=block)
+
+
+def fresh_scale(real: Tensor, fmt: Format, block: int | None) -> tuple[Tensor, Tensor]:
+    """(scale, multiplier): the scale to store, and the one to cast with, which is NaN where a value is not finite."""
+    amax = kernels.amax(real, block=block)
+    # BF16 has the range of FP32: scaled to its maximum, it would leave no room for the scale to follow a multiplication.
+    scale = torch.ones_like(amax) if fmt is BF16 else kernels.scale_from_amax(amax, fmt.max)
+    return scale, torch.where(amax.isfinite(), scale, torch.nan)
