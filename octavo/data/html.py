@@ -15,7 +15,7 @@ WHITESPACE = re.compile(r"\s+")
 
 
 class _Text(HTMLParser):
-    """Collects text; elements in `SILENT` nest, and one that is never closed silences the rest, as in a browser."""
+    """Collects text outside of elements in `SILENT`, which nest."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -24,7 +24,9 @@ class _Text(HTMLParser):
         self.preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in SILENT:
+        if tag == "body":
+            self.silent = 0  # </head> may be left out
+        elif tag in SILENT:
             self.silent += 1
         elif tag in BLOCK:
             self.parts.append("\n")
