@@ -40,6 +40,7 @@ def test_plain_loop():
     assert re.search(r"at 6\.0\d\d B each", output)
 
 
+@pytest.mark.slow
 def test_huggingface():
     output = run("huggingface.py")
     first, *_, last = losses(output)
