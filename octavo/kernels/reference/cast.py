@@ -48,7 +48,8 @@ def scale_from_amax(amax: Tensor, max: float, power_of_two: bool = True, margin:
     """
     usable = (amax > 0) & (amax < torch.inf)
     if not power_of_two:
-        scale = ((max * 2.0**-margin) / amax).clamp(2.0**-126, 2.0**126)
+        # (A number divided by a tensor would be multiplied by the reciprocal, which rounds twice.)
+        scale = torch.full_like(amax, max * 2.0**-margin).div_(amax).clamp_(2.0**-126, 2.0**126)
         return torch.where(usable, scale, 1.0)
     # Exponent and mantissa fields replace log2 and division, which are inexact. A subnormal amax has the field 0 for its exponent,
     # which is too large, but for max >= 1 the result is clamped in any case.
