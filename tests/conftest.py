@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if devices < needed:
             skip = pytest.mark.skip(reason=f"needs {needed} CUDA device(s), this machine has {devices}")
             for item in items:
-                if mark in item.keywords:
+                if item.get_closest_marker(mark):
                     item.add_marker(skip)
 
 
