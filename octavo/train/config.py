@@ -41,22 +41,22 @@ class ModelConfig:
     ffn_dim: int | None = None
     """Width of the feed-forward layer; none is the dialect's own choice."""
     vocab_size: int | None = None
-    """Rows of the embedding; none is the tokenizer's size, rounded up to a multiple of 64."""
+    """Rows of the embedding; none is the tokenizer's size. Either is rounded up to a multiple of 64."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Compute precision of everything that the recipe does not name."""
-    activation_checkpointing: bool = False
-    """Recompute each block in backward instead of saving its activations."""
+    recompute: Literal["none", "full"] = "none"
+    """`full` runs each block again in backward instead of saving its activations."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Text in, sequences of tokens out; see `octavo.data`."""
 
-    path: str | None = None
-    """A file or folder of text (.txt .md .py .rst .jsonl, .gz of these); none is the text found on this machine."""
+    path: str = "demo"
+    """A file or folder of text (see `octavo.data.sources` for the kinds), or `demo`: the Python sources of this machine."""
     tokenizer: str = "byte"
     """`byte`, or the path of a `tokenizer.json`."""
     seq_len: int = 2048

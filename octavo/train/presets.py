@@ -32,7 +32,7 @@ def demo() -> TrainConfig:
     return TrainConfig(
         name="demo",
         out="runs/demo",
-        model=ModelConfig(dim=256, n_layers=4, n_heads=4, tie_embeddings=False),
+        model=ModelConfig(dim=256, n_layers=3, n_heads=4),
         data=DataConfig(seq_len=256, micro_batch=4, val_fraction=0.05, max_bytes=16_000_000),
         optim=OptimConfig(lr=1e-3, warmup_steps=40),
         train=LoopConfig(steps=320, eval_every=None, eval_batches=20),
@@ -96,7 +96,7 @@ def _gpt(
     return TrainConfig(
         name=name,
         out=f"runs/{name}",
-        model=ModelConfig(dim=dim, n_layers=layers, n_heads=heads, activation_checkpointing=dim >= 12288),
+        model=ModelConfig(dim=dim, n_layers=layers, n_heads=heads, recompute="full" if dim >= 12288 else "none"),
         data=DataConfig(seq_len=seq_len, micro_batch=micro_batch),
         optim=OptimConfig(lr=lr, warmup_steps=1000),
         train=LoopConfig(

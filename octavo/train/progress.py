@@ -18,7 +18,10 @@ class Progress:
     def __init__(self, title: str, steps: int, start: int = 0) -> None:
         self._title, self._steps, self._start = title, steps, start
         self._began = time.monotonic()
-        self._bar, self._task = _rich_bar(title, steps, start) if sys.stdout.isatty() else (None, None)
+        self._bar: Any = None
+        self._task: Any = None
+        if sys.stdout.isatty():
+            self._bar, self._task = _rich_bar(title, steps, start)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:

@@ -1,0 +1,18 @@
+"""Training language models: a config in, metrics, checkpoints and figures out.
+
+| file | what |
+|---|---|
+| `config` | frozen dataclasses, typed overrides, JSON |
+| `presets` | runs as functions |
+| `setup`, `schedule` | device, data, model, optimizer, learning rate |
+| `trainer` | the loop, signals, validation |
+| `checkpoint` | bitwise resume, atomic save |
+| `ledger`, `metrics`, `progress` | numbers: on the device, in files, on the terminal |
+| `demo`, `plots` | BF16 beside FP8 |
+"""
+
+from octavo.train.config import TrainConfig, override
+from octavo.train.presets import PRESETS, get_preset
+from octavo.train.trainer import RunResult, Trainer
+
+__all__ = ["PRESETS", "RunResult", "TrainConfig", "Trainer", "get_preset", "override"]

@@ -1,0 +1,282 @@
+"""The training loop: `Trainer(config).run()`.
+
+One step: `micro_batches` forwards and backwards whose gradients add up (the loss divided by their number), the norm clipped,
+AdamW. Nothing in it waits for the device. Losses, norms and the skip counter stay there until a log step reads all of them at
+once. The optimizer skips a step with a non-finite gradient, and `max_skipped` of them in a row end the run.
+
+The loop is the same whether it starts, resumes or is about to stop: SIGTERM and SIGINT let the current step finish, a
+checkpoint is saved and `run` returns. 200 steps, and 100 steps, a new process and 100 more, give the same bits.
+
+Everything that a user can get wrong is checked by the constructor, before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.formats import NumericsError
+from octavo.linear import collect_stats
+from octavo.memory import MemoryReport, memory_report
+from octavo.optim import clip_grad_norm_
+from octavo.train import checkpoint
+from octavo.train.config import TrainConfig, to_dict
+from octavo.train.ledger import StepLedger
+from octavo.train.metrics import (
+    MetricsLog,
+    device_memory,
+    group_stats,
+    peak_of,
+    read_metrics,
+    smoothed_loss,
+    throughput,
+)
+from octavo.train.progress import Progress
+from octavo.train.schedule import learning_rate
+from octavo.train.setup import (
+    Data,
+    build_model,
+    build_optimizer,
+    choose_device,
+    deterministic,
+    random_states,
+    set_random_states,
+    versions,
+)
+from octavo.train.signals import StopRequest, stop_on_signal
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What `Trainer.run` did."""
+
+    step: int
+    stopped_by: str | None
+    """Name of the signal that ended the run early, or None."""
+    train_loss: float
+    """Mean training loss of the last tenth of the steps, nats per token."""
+    val_loss: float | None
+    """Loss on held-out documents after the last step; None if the run was stopped before it."""
+    tokens_per_s: float
+    """Median over the log steps, the first left out; NaN with fewer than two."""
+    memory: MemoryReport | None
+    """Bytes by kind, at the last log step."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+
+
+class Trainer:
+    """A run of `config`, from its beginning or, with `resume`, from its newest checkpoint if there is one.
+
+    Raises `ValueError` when the folder already holds a run and `resume` is False, when the checkpoint belongs to another recipe,
+    model or data, and when the text is missing, binary or too short.
+    """
+
+    def __init__(self, config: TrainConfig, *, resume: bool = False) -> None:
+        self.config = config
+        self.folder = Path(config.out)
+        self.step = 0
+        self._checkpoints = self.folder / "checkpoints"
+        found = checkpoint.latest(self._checkpoints)
+        if found is not None and not resume:
+            raise ValueError(
+                f"{config.out} already holds a run ({found.name}): pass --resume to continue it, or --set out=… for a new one"
+            )
+        self.device = choose_device(config.device)
+        self.data = Data(config.data, config.seed, self.device)
+        self._settings = to_dict(config)
+        self._settings["data"]["fingerprint"] = self.data.fingerprint
+        meta: dict[str, Any] = {}
+        if found is not None:
+            meta = checkpoint.read_meta(found)
+            checkpoint.check_match(found, meta["config"], self._settings)
+        torch.manual_seed(config.seed)
+        self.model = build_model(config, self.data.vocab_size, self.device)
+        self.optimizer = build_optimizer(config, self.model)
+        if found is not None:
+            self._load(found, meta)
+        if config.train.compile:
+            self.model.compile_blocks()
+        self._ledger = StepLedger(meta.get("skipped", 0), meta.get("in_a_row", 0))
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        self._peak = peak_of(name)
+        self._info = {"config": self._settings, "versions": versions(), "device": name, "peak": self._peak and vars(self._peak)}
+        self._memory: MemoryReport | None = None
+        self._stats: dict[str, Any] | None = None
+        self._rates: list[float] = []
+        self._val_loss: float | None = None
+
+    def run(self) -> RunResult:
+        """Train to the last step, or to the end of the current one when SIGTERM or SIGINT arrives; then save.
+
+        Raises `NumericsError` after `optim.max_skipped` skipped steps in a row and `checkpoint.CheckpointError` when the last
+        checkpoint cannot be written; one that fails on the way is reported and training goes on.
+        """
+        config = self.config
+        self.folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.remove_leftovers(self._checkpoints)
+        (self.folder / "run.json").write_text(json.dumps(self._info, indent=1) + "\n")
+        with (
+            contextlib.closing(MetricsLog(self.folder, self.step, config.log.tensorboard)) as self._log,
+            Progress(f"{config.name} {config.recipe.name}", config.train.steps, self.step) as self._progress,
+            deterministic(config.train.deterministic),
+            stop_on_signal() as stop,
+        ):
+            self._clock, self._clock_step = time.perf_counter(), self.step
+            self._loop(stop)
+            if self.step == config.train.steps:
+                self._validate()
+            self._save()
+            if stop and self.step < config.train.steps:
+                self._progress.note(f"stopped by {stop.signal} after step {self.step}; continue with --resume")
+        return RunResult(
+            step=self.step,
+            stopped_by=stop.signal,
+            train_loss=smoothed_loss(read_metrics(self._log.path)),
+            val_loss=self._val_loss,
+            tokens_per_s=statistics.median(self._rates[1:]) if len(self._rates) > 1 else math.nan,
+            memory=self._memory,
+            checkpoint=checkpoint.latest(self._checkpoints),
+        )
+
+    def _loop(self, stop: StopRequest) -> None:
+        config = self.config
+        while self.step < config.train.steps and not stop:
+            self._train_step()
+            self._progress.step(self.step)
+            last = self.step == config.train.steps
+            if last or _due(self.step, config.log.every):
+                self._report()
+            if not last and _due(self.step, config.train.eval_every):
+                self._validate()
+            if not last and not stop and _due(self.step, config.checkpoint.every):
+                try:
+                    self._save()
+                except checkpoint.CheckpointError as error:
+                    self._progress.note(f"warning: {error}; training goes on")
+
+    def _train_step(self) -> None:
+        config = self.config
+        self.step += 1
+        lr = learning_rate(self.step, config.train.steps, config.optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        count = config.recipe.converts and _due(self.step, config.log.stats_every)
+        with self._counting() if count else contextlib.nullcontext():
+            for _ in range(config.train.micro_batches):
+                loss = self.model(*self.data.next_batch()) / config.train.micro_batches
+                loss.backward()
+                losses.append(loss.detach())
+        norm = clip_grad_norm_(self.model.parameters(), math.inf if config.optim.clip is None else config.optim.clip)
+        if _due(self.step, config.log.every):
+            # Before the optimizer's step, which drops the cached weight codes: all that a step needs is alive here.
+            self._memory = memory_report(self.model, self.optimizer)
+        self.optimizer.step()
+        self._ledger.add(self.step, lr, torch.stack(losses).sum(), norm, self.optimizer.skipped_steps)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        # Compiled blocks would be compiled anew for their counters, so this step runs uncompiled.
+        with torch.compiler.set_stance("force_eager"), collect_stats(self.model) as self._stats:
+            yield
+
+    def _read(self) -> float:
+        """Wait for the device, write the records of the steps since the last call, and return their mean loss."""
+        steps = self._ledger.read()
+        for numbers in steps:
+            self._log.write(
+                {
+                    "step": numbers.step,
+                    "tokens": numbers.step * self.config.tokens_per_step,
+                    "loss": numbers.loss,
+                    "grad_norm": numbers.grad_norm,
+                    "lr": numbers.lr,
+                    "skipped": numbers.skipped,
+                }
+            )
+        self._log.flush()
+        for numbers in steps:
+            if numbers.in_a_row >= self.config.optim.max_skipped:
+                raise NumericsError(
+                    f"steps {numbers.step - numbers.in_a_row + 1} to {numbers.step} all had a non-finite gradient (last loss "
+                    f"{numbers.loss:g}) and were skipped, so the weights have not changed since: look at the data of these steps "
+                    f"or lower optim.lr; the last good checkpoint is {checkpoint.latest(self._checkpoints) or 'none'}"
+                )
+        losses = [numbers.loss for numbers in steps if math.isfinite(numbers.loss)]
+        return statistics.fmean(losses) if losses else math.nan
+
+    def _report(self) -> None:
+        """A log step: what depends on the machine, to the metrics and to the user."""
+        loss = self._read()
+        seconds, steps = time.perf_counter() - self._clock, self.step - self._clock_step
+        rates = throughput(steps * self.config.tokens_per_step, seconds, self.model.flops_per_token(), self._peak)
+        self._rates.append(rates["tokens_per_s"])
+        record: dict[str, Any] = {"step": self.step, **rates, "device_memory": device_memory(self.device)}
+        if self._memory is not None:
+            record["memory"] = {kind: size for kind, size in self._memory.by_kind.items() if size}
+        if self._stats is not None:
+            record["casts"], self._stats = group_stats(self._stats), None
+        self._log.write(record)
+        self._log.flush()
+        self._progress.report(
+            self.step, loss, rates["tokens_per_s"], record["device_memory"], self._ledger.skipped, rates.get("mfu_bf16")
+        )
+        self._clock, self._clock_step = time.perf_counter(), self.step
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        with self._off_the_clock():
+            self.model.eval()
+            losses = [self.model(*batch).detach() for batch in self.data.validation(self.config.train.eval_batches)]
+            self.model.train()
+            self._val_loss = torch.stack(losses).mean().item()
+            self._log.write({"step": self.step, "val_loss": self._val_loss})
+            self._log.flush()
+            self._progress.note(f"step {self.step}  validation loss {self._val_loss:.4f}")
+
+    def _save(self) -> None:
+        newest = checkpoint.latest(self._checkpoints)
+        if newest is not None and checkpoint.read_meta(newest)["step"] == self.step:
+            return
+        with self._off_the_clock():
+            meta = {
+                "step": self.step,
+                "config": self._settings,
+                "versions": versions(),
+                "stream": self.data.state_dict(),
+                "skipped": self._ledger.skipped,
+                "in_a_row": self._ledger.in_a_row,
+            }
+            tensors = {**checkpoint.plain_tensors(self.model, self.optimizer), **random_states(self.device)}
+            checkpoint.save(self._checkpoints, self.step, tensors, meta, self.config.checkpoint.keep)
+
+    def _load(self, path: Path, meta: dict[str, Any]) -> None:
+        states = random_states(self.device)
+        checkpoint.load(path, self.model, self.optimizer, states)
+        set_random_states(states, self.device)
+        self.data.load_state_dict(meta["stream"])
+        self.step = meta["step"]
+
+    @contextlib.contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """Leave what happens inside out of tokens per second. The device has finished the steps before it starts."""
+        self._read()
+        start = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - start
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
