@@ -115,7 +115,9 @@ class AdamW(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; returns the result of `closure`, which is called first, if given."""
-        if torch.compiler.is_compiling():  # not a decorator: that would import the compiler with octavo, and it changes globals
+        if (
+            torch.compiler.is_compiling()
+        ):  # not a decorator: that would import the compiler with octavo, and it changes globals
             return torch.compiler.disable(self._step)(closure)
         return self._step(closure)
 
@@ -267,8 +269,8 @@ class AdamW(torch.optim.Optimizer):
 
         def after(_: torch.optim.Optimizer) -> None:
             for group in self.param_groups:
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
+                for key in ("seed", "state_formats"):  # what torch.optim does not have
+                    group.setdefault(key, self.defaults[key])
             for param, sealed in self.state.items():
                 self.state[param] = unseal(param, sealed, present.get(param, {}))
 

@@ -5,7 +5,7 @@ divisions and square root hide behind that. Three things keep the bits those of 
 multiply-add (`enable_fp_fusion=False`), `div_rn` and `sqrt_rn`, and arithmetic on the bits of a float where a rounding or a power
 of two is meant.
 
-The grid has a few programs per multiprocessor that stride over the tiles: each keeps the maxima of its tiles and issues one atomic
+The grid is limited to a few waves of programs that stride over the tiles: each keeps the maxima of its tiles and issues one atomic
 for each, where one per tile would queue on a single address. A maximum of non-negative floats is one of their bits as integers, so
 the result does not depend on the order.
 """
@@ -18,14 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.reference.adamw import Scalars, UpdateFormats
-from octavo.kernels.reference.random import GOLDEN, HIGH, MIX1, MIX2
+from octavo.kernels.cuda.launch import on_device
+from octavo.kernels.cuda.numerics import random_bits, round_stochastic, saturate
+from octavo.kernels.reference.adamw import UpdateFormats
 
 TILE = 1024
 """Elements per tile, or one block of scales if that is longer."""
-PROGRAMS_PER_SM = 16
-
-_GOLDEN, _HIGH, _MIX1, _MIX2 = (tl.constexpr(value % 2**32) for value in (GOLDEN, HIGH, MIX1, MIX2))
+MAX_PROGRAMS = 4096
+"""More than any device runs at a time: 16 for each of 132 multiprocessors are 2112."""
 
 
 def adamw(
@@ -48,9 +48,8 @@ def adamw(
     if numel == 0:
         return
     tile = max(TILE, formats.exp_avg_block or 0, formats.exp_avg_sq_block or 0)
-    sms = torch.cuda.get_device_properties(param.device).multi_processor_count
-    grid = (min(triton.cdiv(numel, tile), PROGRAMS_PER_SM * sms),)
-    with torch.cuda.device(param.device):
+    grid = (min(triton.cdiv(numel, tile), MAX_PROGRAMS),)
+    with on_device(param):
         _adamw[grid](
             param,
             grad,
@@ -83,13 +82,6 @@ def _constants(fmt: Format) -> tuple[float, int, int]:
     return fmt.max, fmt.mantissa_bits, fmt.min_exponent
 
 
-_FIELD = {name: tl.constexpr(index) for index, name in enumerate(Scalars._fields)}
-_LR, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _WEIGHT_DECAY = list(_FIELD.values())[:7]
-_BIAS_CORRECTION1, _SQRT_BIAS_CORRECTION2, _RATIO_BOUND, _GRAD_FACTOR = list(_FIELD.values())[7:11]
-_PARAM_FACTOR, _PARAM_SCALE, _EXP_AVG_FACTOR, _EXP_AVG_SCALE = list(_FIELD.values())[11:15]
-_EXP_AVG_SQ_FACTOR, _EXP_AVG_SQ_SCALE = list(_FIELD.values())[15:]
-
-
 @triton.jit(do_not_specialize=["offset"])
 def _adamw(
     param_ptr,  # [numel] codes
@@ -99,7 +91,7 @@ def _adamw(
     exp_avg_sq_ptr,  # [numel] codes
     exp_avg_scales_ptr,  # [ceil(numel / M_BLOCK)] FP32, or None
     exp_avg_sq_scales_ptr,  # [ceil(numel / V_BLOCK)] FP32, or None
-    scalars_ptr,  # [17] FP32, fields of Scalars
+    scalars_ptr,  # [17] FP32, the fields of Scalars
     keys_ptr,  # [3] int32
     ok_ptr,  # [] uint8
     amaxes_ptr,  # [3] int32, bits of FP32
@@ -123,23 +115,24 @@ def _adamw(
 ):
     if tl.load(ok_ptr) == 0:
         return
-    lr = tl.load(scalars_ptr + _LR)
-    weight_decay = tl.load(scalars_ptr + _WEIGHT_DECAY)
-    beta1 = tl.load(scalars_ptr + _BETA1)
-    one_minus_beta1 = tl.load(scalars_ptr + _ONE_MINUS_BETA1)
-    beta2 = tl.load(scalars_ptr + _BETA2)
-    one_minus_beta2 = tl.load(scalars_ptr + _ONE_MINUS_BETA2)
-    eps = tl.load(scalars_ptr + _EPS)
-    bias_correction1 = tl.load(scalars_ptr + _BIAS_CORRECTION1)
-    sqrt_bias_correction2 = tl.load(scalars_ptr + _SQRT_BIAS_CORRECTION2)
-    ratio_bound = tl.load(scalars_ptr + _RATIO_BOUND)
-    grad_factor = tl.load(scalars_ptr + _GRAD_FACTOR)
-    param_factor = tl.load(scalars_ptr + _PARAM_FACTOR)
-    param_scale = tl.load(scalars_ptr + _PARAM_SCALE)
-    exp_avg_factor = tl.load(scalars_ptr + _EXP_AVG_FACTOR)
-    exp_avg_scale = tl.load(scalars_ptr + _EXP_AVG_SCALE)
-    exp_avg_sq_factor = tl.load(scalars_ptr + _EXP_AVG_SQ_FACTOR)
-    exp_avg_sq_scale = tl.load(scalars_ptr + _EXP_AVG_SQ_SCALE)
+    # In the order of Scalars.
+    lr = tl.load(scalars_ptr)
+    beta1 = tl.load(scalars_ptr + 1)
+    one_minus_beta1 = tl.load(scalars_ptr + 2)
+    beta2 = tl.load(scalars_ptr + 3)
+    one_minus_beta2 = tl.load(scalars_ptr + 4)
+    eps = tl.load(scalars_ptr + 5)
+    weight_decay = tl.load(scalars_ptr + 6)
+    bias_correction1 = tl.load(scalars_ptr + 7)
+    sqrt_bias_correction2 = tl.load(scalars_ptr + 8)
+    ratio_bound = tl.load(scalars_ptr + 9)
+    grad_factor = tl.load(scalars_ptr + 10)
+    param_factor = tl.load(scalars_ptr + 11)
+    param_scale = tl.load(scalars_ptr + 12)
+    exp_avg_factor = tl.load(scalars_ptr + 13)
+    exp_avg_scale = tl.load(scalars_ptr + 14)
+    exp_avg_sq_factor = tl.load(scalars_ptr + 15)
+    exp_avg_sq_scale = tl.load(scalars_ptr + 16)
     param_key = tl.load(keys_ptr)
     exp_avg_key = tl.load(keys_ptr + 1)
     exp_avg_sq_key = tl.load(keys_ptr + 2)
@@ -185,7 +178,7 @@ def _adamw(
         update = lr * ratio
         p = tl.where(update == 0, p, p - update)
 
-        element = offset + index
+        element = offset + index  # global
         p = _round(p * param_scale, param_key, element, P_MAX, P_MANTISSA, P_EXPONENT, STOCHASTIC)
         codes = p.to(param_ptr.dtype.element_ty)
         tl.store(param_ptr + index, codes, mask)
@@ -264,31 +257,9 @@ def _scale_blocks(x, scales_ptr, start, numel, MAX: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _round(
-    y, key, element, MAX: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr, STOCHASTIC: tl.constexpr
-):
+def _round(y, key, index, MAX: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """y cut to ±MAX, and if stochastic rounded to a neighbour in the format, FP32; the conversion rounds to nearest otherwise."""
-    y = tl.where(y > MAX, MAX, y)
-    y = tl.where(y < -MAX, -MAX, y)
+    y = saturate(y, MAX)
     if STOCHASTIC and MANTISSA < 23:
-        DROP: tl.constexpr = 23 - MANTISSA
-        noise = (_random_bits(key, element) >> (32 - DROP)).to(tl.int32)
-        bits = y.to(tl.int32, bitcast=True)
-        rounded = ((bits + noise) & (-1 << DROP)).to(tl.float32, bitcast=True)
-        if EXPONENT > -126:
-            SMALLEST: tl.constexpr = 2.0 ** (EXPONENT - MANTISSA)
-            steps = tl.abs(y) * (1.0 / SMALLEST) + noise.to(tl.float32) * (2.0**-DROP)
-            magnitude = tl.floor(steps) * SMALLEST
-            subnormal = tl.where(bits < 0, -magnitude, magnitude)
-            rounded = tl.where(tl.abs(y) < 2.0**EXPONENT, subnormal, rounded)
-        y = rounded
+        y = round_stochastic(y, random_bits(index, key), MANTISSA, EXPONENT)
     return y
-
-
-@triton.jit
-def _random_bits(key, element):
-    """fmix32(element * GOLDEN + (element >> 32) * HIGH + key), uint32."""
-    word = element.to(tl.uint32) * _GOLDEN + (element >> 32).to(tl.uint32) * _HIGH + key.to(tl.uint32, bitcast=True)
-    word = (word ^ (word >> 16)) * _MIX1
-    word = (word ^ (word >> 13)) * _MIX2
-    return word ^ (word >> 16)
