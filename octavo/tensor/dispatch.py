@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from octavo.formats import Format
 from octavo.tensor.scaled_tensor import ScaledTensor, is_logical, uncast
 from octavo.tensor.storage import Storage
 
@@ -198,7 +197,7 @@ def _uniform(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Rounds no sample onto a bound: a uniform sample of [-1, 1) may be followed by erfinv, as in trunc_normal_."""
     x = args[0]
     low, high = args[1:] + (0.0, 1.0)[len(args) - 1 :]
-    margin = 2.0**-12 if x.residual is not None else Format.of(x.codes.dtype).eps / 2
+    margin = 0.75 * (2.0**-11 if x.residual is not None else x.format.eps)  # more than half a step
     low_inside, high_inside = low + abs(low) * margin, high - abs(high) * margin
     sample = torch.empty_like(x.codes, dtype=x.dtype).uniform_(low, high, **kwargs)
     if low_inside < high_inside:

@@ -148,9 +148,13 @@ class ScaledTensor(Tensor):
         return self.dequantize().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        real = repr(self.detach().dequantize()).removeprefix("tensor(").removesuffix(")")
-        scale = f"blocks of {self.block}" if self.block else self.scale.item() if not self.is_meta else "?"
         grad = ", requires_grad=True" if self.requires_grad else ""
+        if (
+            type(self.codes) is not Tensor or self.is_meta
+        ):  # no values; and a tracer would record what it takes to print them
+            return f"ScaledTensor(..., size={tuple(self.shape)}, device={self.device}, format={self.format}{grad})"
+        real = repr(self.detach().dequantize()).removeprefix("tensor(").removesuffix(")")
+        scale = self.scale.item() if self.block is None else f"blocks of {self.block}"
         return f"ScaledTensor({real}, format={self.format}, scale={scale}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
