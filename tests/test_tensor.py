@@ -464,7 +464,7 @@ def test_plain_gradient_then_scaled_and_back(seed):
 
 
 def test_accumulating_a_constant_keeps_the_sum(seed):
-    """Round-to-nearest E4M3 alone keeps 5% to 47% of it."""
+    """E4M3 alone, rounded to nearest, keeps 5% to 47% of it, and stochastically all, with much noise."""
     x = cast(torch.randn(128, 128), E4M3).dequantize()
     total = cast(x, E4M3, residual_on_add=True)
     alone = cast(x, E4M3)
@@ -475,7 +475,7 @@ def test_accumulating_a_constant_keeps_the_sum(seed):
     assert abs((total * x).sum() / (320 * x * x).sum() - 1) < 0.01
     assert 0.97 < kept[x != 0].min() and kept[x != 0].max() < 1.03
     assert snr(total.dequantize(), 320 * x) > 45
-    assert (alone * x).sum() < 0.5 * (320 * x * x).sum()
+    assert snr(alone.dequantize(), 320 * x) < 20
     high_byte = ScaledTensor(total.codes, total.scale)
     assert snr(high_byte.dequantize(), 320 * x) > 28, "the codes alone are the sum in E4M3"
 
@@ -490,6 +490,57 @@ def test_accumulating_noise_is_as_good_as_fp32(seed, dtype):
         total.add_(gradient)
     assert snr(total.dequantize(torch.float32), exact) > 45
     assert snr(total.dequantize(torch.float32), true) > snr(exact, true) - 1
+
+
+INCREMENTS = {
+    "add_": lambda t, d: t.add_(d, alpha=1.0),
+    "sub_": lambda t, d: t.sub_(-d),
+    "data.add_": lambda t, d: t.data.add_(d),
+    "addcmul_": lambda t, d: t.addcmul_(d, torch.ones_like(d)),
+    "addcdiv_": lambda t, d: t.addcdiv_(d, torch.ones_like(d)),
+    "lerp_": lambda t, d: t.lerp_(uncast(t.detach()) + 100 * d.to(t.dtype), 0.01),
+    "foreach_add_": lambda t, d: torch._foreach_add_([t], [d]),
+    "foreach_addcdiv_": lambda t, d: torch._foreach_addcdiv_([t], [d], [torch.ones_like(d)], value=1.0),
+    "part": lambda t, d: [half.add_(d[:32]) for half in t.chunk(2)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", INCREMENTS)
+def test_D2_small_increments_are_not_lost(seed, name, dtype):
+    """A thousand increments of 2e-5, a 25th of a step of FP16: round-to-nearest would keep none."""
+    if name == "lerp_" and dtype is torch.bfloat16:
+        pytest.skip("its increment is lost in the bfloat16 end point")
+    t = cast((1 + torch.rand(64, 64)).to(dtype), FP16)
+    start, increment = t.dequantize(torch.float32), torch.full((64, 64), 2e-5, dtype=dtype)
+    for _ in range(1000):
+        INCREMENTS[name](t, increment)
+    drift = (t.dequantize(torch.float32) - start).mean()
+    assert abs(drift / (1000 * increment[0, 0].float()) - 1) < 0.02
+    for _ in range(10):
+        before = t.dequantize()
+        INCREMENTS[name](t, torch.zeros_like(increment))
+        assert torch.equal(t.dequantize(), before), "what does not change does not move"
+
+
+def test_caches_see_every_write(seed):
+    t = cast(torch.randn(4, 4), E4M3, residual_on_add=True)
+    writes = (
+        lambda: t.add_(1),
+        lambda: t.mul_(2.0),
+        lambda: t.mul_(torch.tensor(0.3)),
+        lambda: t.data.mul_(2.0),
+        lambda: t.data[0].zero_(),
+        lambda: t.detach().copy_(t.clone()),
+        lambda: t.data.copy_(torch.ones(4, 4)),
+        lambda: torch._foreach_add_([t.data], 1.0),
+    )
+    for write in writes:
+        version = t.codes._version
+        write()
+        assert t.codes._version > version
+    shared = nn.Parameter(cast(torch.randn(4, 4), FP16))
+    assert not shared.is_shared() and shared.share_memory_().is_shared() and shared.scale.is_shared()
 
 
 # --- stock clipping, scaling and optimizers
@@ -667,16 +718,17 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_a_graph_break(seed, name):
-    _check_compiled(COMPILED[name], "aot_eager")
+    _check_compiled(name, "aot_eager")
 
 
 @pytest.mark.slow
 def test_compiles_with_inductor(seed):
-    _check_compiled(_loss, "inductor")
+    _check_compiled("linear", "inductor")
 
 
-def _check_compiled(function, backend: str) -> None:
+def _check_compiled(name: str, backend: str) -> None:
     torch._dynamo.reset()
+    function = COMPILED[name]
     w, x = cast(torch.randn(8, 16), FP16), torch.randn(4, 16)
     results = []
     for run in (function, torch.compile(function, fullgraph=True, backend=backend)):
@@ -689,4 +741,6 @@ def _check_compiled(function, backend: str) -> None:
     for eager, compiled in zip(*results, strict=True):
         assert type(eager) is type(compiled)
         if eager is not None:
-            torch.testing.assert_close(uncast(compiled), uncast(eager), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                uncast(compiled), uncast(eager), rtol=2**-8 if name == "write" else 1e-4, atol=1e-4
+            )

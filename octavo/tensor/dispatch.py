@@ -9,13 +9,14 @@ which arguments they wrote.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -77,15 +78,23 @@ def _decompose(func: Any, args: Arguments, kwargs: Keywords) -> Any:
 def _compute(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Computes on real values, and re-quantises what was written."""
     written = _written(func, args, kwargs)
-    wholes = {id(x._storage): (x._storage, x._storage.real(x.dtype)) for x in written}
+    # A 16-bit logical dtype would lose an increment before the codes can round it.
+    in_fp32 = _accumulates(func) and all(
+        isinstance(x, ScaledTensor) and x.dtype.itemsize == 2 for x in tree_leaves(args[0])
+    )
+
+    def dtype(x: Tensor) -> torch.dtype:
+        return torch.float32 if in_fp32 and x.is_floating_point() else x.dtype
+
+    wholes = {id(x._storage): (x._storage, x._storage.real(dtype(x))) for x in written}
     reals: dict[int, Tensor] = {}
 
     def unwrap(x: Any) -> Any:
         if not isinstance(x, ScaledTensor):
-            return x
+            return x.to(dtype(x)) if isinstance(x, Tensor) else x
         if id(x) not in reals:  # an argument that is given twice is one tensor
             whole = wholes.get(id(x._storage))
-            reals[id(x)] = x.dequantize() if whole is None else x._replay(whole[1])
+            reals[id(x)] = x.dequantize(dtype(x)) if whole is None else x._replay(whole[1])
         return reals[id(x)]
 
     out = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
@@ -95,10 +104,10 @@ def _compute(func: Any, args: Arguments, kwargs: Keywords) -> Any:
                 f"{func} changes the shape of a ScaledTensor in place: use the form without underscore"
             )
     for storage, real in wholes.values():
-        storage.requantise(real, residual=storage.residual is not None)
+        storage.requantise(real, residual=storage.residual is not None, stochastic=_accumulates(func))
     direct = [id(argument) for argument in (*args, *kwargs.values())]
     # Autograd counts the versions of direct arguments, but not of lists.
-    torch.autograd.graph.increment_version([x for x in written if id(x) not in direct])
+    _increment_versions([x for x in written if id(x) not in direct])
     originals = {id(reals[id(x)]): x for x in written}
     return tree_map(lambda result: originals.get(id(result), result), out)
 
@@ -110,10 +119,21 @@ def _is_factory(func: Any) -> bool:
 
 
 @cache
+def _accumulates(func: Any) -> bool:
+    """Whether increments add up in what is written, and must not be lost to rounding."""
+    name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
+    return name in ("add_", "sub_", "addcmul_", "addcdiv_", "lerp_")
+
+
+@cache
 def _is_view(func: Any) -> bool:
     """Whether the result aliases an argument that is not written; `view.dtype` reads bits, which real values do not have."""
     returns = [value.alias_info for value in func._schema.returns]
     return any(info is not None and not info.is_write for info in returns) and func is not aten.view.dtype
+
+
+def _increment_versions(tensors: Iterable[Tensor]) -> None:
+    increment_version([x for x in tensors if not x.is_inference()])
 
 
 def _written(func: Any, args: Arguments, kwargs: Keywords) -> list[ScaledTensor]:
@@ -181,6 +201,7 @@ def _copy(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         x.codes.copy_(source.codes, *args[2:], **kwargs)
         x.scale.copy_(source.scale, *args[2:], **kwargs)
         storage.write_residual(source.residual)
+        storage.mark_written()
     else:
         storage.requantise(uncast(source).to(x.device).expand(x.shape), residual=storage.residual is not None)
     return x
@@ -190,6 +211,7 @@ def _zero(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     for part in (args[0].codes, args[0].residual):
         if part is not None:
             part.zero_()
+    args[0]._storage.mark_written()
     return args[0]
 
 
@@ -238,7 +260,7 @@ def _each(func: Any, args: Arguments, kwargs: Keywords) -> None:
     others = other if isinstance(other, (list, tuple)) else [other] * len(tensors)
     for x, y in zip(tensors, others, strict=True):
         operator(x, y, **kwargs)
-    torch.autograd.graph.increment_version(tensors)
+    _increment_versions(tensors)
 
 
 def _pin_memory(func: Any, args: Arguments, kwargs: Keywords) -> Any:

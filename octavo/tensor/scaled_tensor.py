@@ -147,6 +147,16 @@ class ScaledTensor(Tensor):
         """The real values as nested lists."""
         return self.dequantize().tolist()
 
+    def share_memory_(self) -> ScaledTensor:
+        """Moves codes, scale and residual to shared memory, in place."""
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether other processes can share the codes."""
+        return self.codes.is_shared()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         if (

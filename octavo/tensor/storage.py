@@ -1,8 +1,12 @@
-"""What a ScaledTensor and its views share: codes, scale, and the two ways to write them.
+"""What a ScaledTensor and its views share: codes, scale, and the ways to write them.
 
-`requantise` casts new real values with a fresh power-of-two scale, rounding to nearest. Such a scale makes the cast idempotent: the
-scale only ever grows for values that were codes before, so each of them is representable again. `multiply` moves a positive
-factor into the scale, which loses nothing.
+`requantise` casts new real values with a fresh power-of-two scale. Such a scale makes the cast idempotent: it is never below the
+scale that made a value from a code, so the value is representable again, and an element that did not change does not move.
+`multiply` moves a positive factor into the scale, which loses nothing.
+
+Rounding is to nearest, except for accumulation (`add_`, `lerp_` and the like), which is stochastic: an increment under half a
+step would be lost each time, and with it the whole update of an average of weights or of a stock optimizer. A gradient with a
+residual has steps fine enough for rounding to nearest.
 
 If any real value is not finite, all codes become NaN and the scale 1: a bad gradient stays visible where saturation would hide
 it, and scales stay finite and positive.
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from octavo import kernels
 from octavo.formats import BF16, Format
@@ -33,16 +38,20 @@ class Storage:
         real = uncast(self.codes, self.scale, self.residual, self.block, dtype)
         return real if self.codes.is_contiguous() else torch.empty_like(self.codes, dtype=dtype).copy_(real)
 
-    def requantise(self, real: Tensor, *, residual: bool) -> None:
-        """Writes the whole tensor; `residual` keeps 11 mantissa bits instead of the 3 of E4M3."""
+    def requantise(self, real: Tensor, *, residual: bool, stochastic: bool = False) -> None:
+        """Writes the whole tensor; `residual` keeps 11 mantissa bits instead of the 3 of E4M3, rounded to nearest."""
         scale, multiplier = fresh_scale(real, Format.of(self.codes.dtype), self.block)
         if residual:
             codes, low = kernels.cast_residual(real, multiplier)
             self.write_residual(low)
+        elif stochastic:
+            key = torch.randint(-(2**31), 2**31, (), dtype=torch.int32, device=real.device)
+            codes = kernels.cast(real, multiplier, self.codes.dtype, block=self.block, rounding="stochastic", key=key)
         else:
             codes = kernels.cast(real, multiplier, self.codes.dtype, block=self.block)
         self.codes.copy_(codes)
         self.scale.copy_(scale)
+        self.mark_written()
 
     def write_residual(self, residual: Tensor | None) -> None:
         """Replaces the residual; None is zero."""
@@ -51,9 +60,15 @@ class Storage:
         elif residual is not None:
             self.residual = torch.empty_like(self.codes, dtype=torch.int8).copy_(residual)
 
-    def divide_scale(self, factor: float | Tensor) -> None:
-        """Multiplies the real values by a positive finite `factor`, in the scale."""
-        self.scale.copy_(self.scale.div(factor).clamp_(2.0**-126, 2.0**126))
+    def divide_scale(self, divisor: float | Tensor) -> None:
+        """Multiplies the real values by a positive finite `divisor`, in the scale."""
+        self.scale.copy_(self.scale.div(divisor).clamp_(2.0**-126, 2.0**126))
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Raises the version of the codes: unlike that of the tensor, it counts writes through `.data`, which caches must see."""
+        if not self.codes.is_inference():
+            increment_version(self.codes)
 
     def multiply(self, factor: Tensor) -> None:
         """Multiplies the real values by `factor` (0-d, on the device): in the scale if it is positive and finite, as a clip
