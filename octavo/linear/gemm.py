@@ -78,12 +78,12 @@ def cast_operand(
     row: bool = True,
     col: bool = True,
     scaling: DelayedScaling | None = None,
+    record: bool = True,
     stats: Tensor | None = None,
 ) -> Operand:
-    """Casts the matrix `x` [M, K] with a scale of its own, or with the one that `scaling` has from
-    past maxima, which then sees this one.
+    """Casts the matrix `x` [M, K] with a scale of its own, or with the one that `scaling` has from past maxima.
 
-    `stats` (int64 [3]) is increased by the numbers of saturated, flushed and all
+    `record` lets `scaling` see the maximum of `x`. `stats` (int64 [3]) is increased by the numbers of saturated, flushed and all
     elements.
     """
     counts = None if stats is None else stats[:2]
@@ -94,7 +94,8 @@ def cast_operand(
     else:
         scale = scaling.scale(x, fmt.max)
         codes, codes_t, amax = kernels.cast_transpose_amax(x, scale, fmt.dtype, row=row, col=col, stats=counts)
-        scaling.record(amax)
+        if record:
+            scaling.record(amax)
     if stats is not None:
         stats[2] += x.numel()
     return Operand(codes, codes_t, visible(scale, amax))

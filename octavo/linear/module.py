@@ -92,25 +92,24 @@ class FP8Linear(nn.Linear):
             self.watch_gradient()
         flat = x.reshape(-1, k)
         backward = torch.is_grad_enabled()
-        training = self.training and backward
         gemms = Gemms(
             self.recipe,
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype,
             self.input_first,
             self.gradient_format is not None,
-            self.grad_output_scaling if training else None,
+            self.grad_output_scaling if self.training else None,
             self.stats,
         )
         with torch.no_grad():
-            x_operand = self._input_operand(x, flat, training, wgrad=backward and self.weight.requires_grad)
+            x_operand = self._input_operand(x, flat, wgrad=backward and self.weight.requires_grad, record=backward)
             w_operand = self._weight_operand(dgrad=backward and x.requires_grad)
         return LinearFunction.apply(flat, self.weight, self.bias, x_operand, w_operand, gemms).reshape(*x.shape[:-1], n)
 
-    def _input_operand(self, x: Tensor, flat: Tensor, training: bool, wgrad: bool) -> Operand:
-        """The operand of the input; its transpose only for wgrad."""
+    def _input_operand(self, x: Tensor, flat: Tensor, wgrad: bool, record: bool) -> Operand:
+        """The operand of the input; its transpose only for wgrad. Only a forward with gradients counts for later scales."""
         fmt, power_of_two = self.recipe.input, self.recipe.power_of_two
         assert fmt is not None
-        scaling = self.input_scaling if training else None
+        scaling = self.input_scaling if self.training else None
         stats = None if self.stats is None else self.stats["input"]
         # Only an activation is shared: autograd made it, so nobody keeps it as a buffer and refills it behind our back.
         shared = scaling is None and stats is None and not is_compiling() and x.grad_fn is not None
@@ -118,7 +117,9 @@ class FP8Linear(nn.Linear):
         cached = getattr(x, "_octavo_cast", None) if shared else None
         if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
             return cached[1]
-        operand = cast_operand(flat, fmt, power_of_two=power_of_two, col=wgrad, scaling=scaling, stats=stats)
+        operand = cast_operand(
+            flat, fmt, power_of_two=power_of_two, col=wgrad, scaling=scaling, record=record, stats=stats
+        )
         if shared:
             x._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
         return operand
