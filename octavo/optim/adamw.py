@@ -213,7 +213,8 @@ class AdamW(torch.optim.Optimizer):
             )
             if not slot.codes.is_contiguous():
                 slot.codes.copy_(flat.view(slot.codes.shape))
-        torch._foreach_add_([slot.state["step"] for slot in slots], ok.float())
+        # (Adding one tensor to a list of them waits for the device.)
+        torch._foreach_add_([slot.state["step"] for slot in slots], [ok.float()] * len(slots))
         one = torch.ones_like(ok, dtype=torch.float32)
         scales = zip(*(slot.scales(formats, one) for slot in slots), strict=True)
         new_scales = (columns.param_scale, columns.exp_avg_scale, columns.exp_avg_sq_scale)

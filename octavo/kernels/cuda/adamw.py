@@ -226,7 +226,7 @@ def _merge_e4m11(codes, residual):
     magnitude = ((bits & 0x7F) << 8) + residual.to(tl.int32)
     normal = ((magnitude << 12) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 2048, magnitude.to(tl.float32) * 7.62939453125e-06, normal)  # 2^-17
-    return tl.where(bits >= 128, -value, value)
+    return tl.where(bits >= 128, value * -1.0, value)  # (0 - value would lose the sign of zero)
 
 
 @triton.jit
