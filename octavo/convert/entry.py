@@ -15,7 +15,9 @@ from octavo.convert.layers import convert
 from octavo.convert.policy import Filter
 from octavo.linear import FP8Linear
 from octavo.optim import Adam, AdamW
+from octavo.optim.state import store_moments
 from octavo.recipe import Recipe, get_recipe
+from octavo.tensor import ScaledTensor
 
 
 def initialize(
@@ -95,6 +97,9 @@ def _replace(old: torch.optim.Optimizer, recipe: Recipe) -> AdamW:
     new = cls([{key: group[key] for key in keys} for group in old.param_groups], recipe=recipe)
     if old.state:
         new.load_state_dict(old.state_dict())
+        for param, state in new.state.items():
+            if isinstance(param, ScaledTensor):
+                store_moments(state, recipe)
     for number, (group, fresh) in enumerate(zip(old.param_groups, new.param_groups, strict=True)):
         group.update(fresh)
         new.param_groups[number] = group

@@ -36,7 +36,9 @@ def convert(model: nn.Module, recipe: str | Recipe = "O2", *, filter: Filter | N
     recipe = get_recipe(recipe)
     modules = dict(model.named_modules())
     _check_recipe(modules, recipe)
-    chosen, skipped = _choose(model, modules, recipe, filter)
+    if not recipe.converts:
+        return model
+    chosen, skipped = _choose(model, modules, filter)
     _check_chosen(modules, chosen, skipped, recipe)
     shared = _shared_with_plain(modules, chosen)
     for fqn, reason in skipped.items():
@@ -91,9 +93,7 @@ def _check_recipe(modules: dict[str, nn.Module], recipe: Recipe) -> None:
             )
 
 
-def _choose(
-    model: nn.Module, modules: dict[str, nn.Module], recipe: Recipe, filter: Filter | None
-) -> tuple[list[str], dict[str, str]]:
+def _choose(model: nn.Module, modules: dict[str, nn.Module], filter: Filter | None) -> tuple[list[str], dict[str, str]]:
     """(names of the modules to convert, reasons of those to leave)."""
     policy = DefaultPolicy(model)
     chosen, skipped = [], {}
@@ -101,8 +101,6 @@ def _choose(
         if isinstance(module, FP8Linear) or not (is_candidate(module) or fp8_class(module)):
             continue
         reason = impossible(module)
-        if reason is None and not recipe.converts:
-            reason = f"recipe {recipe.name!r} has no FP8 GEMM"
         if reason is None and filter is not None and not filter(module, fqn):
             reason = "the filter said no"
         if reason is None and filter is None:
@@ -115,8 +113,6 @@ def _choose(
 
 
 def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dict[str, str], recipe: Recipe) -> None:
-    if not recipe.converts:
-        return
     if not chosen and not any(isinstance(module, FP8Linear) for module in modules.values()):
         layers = "".join(f"\n  {fqn or 'the model itself'}: {reason}" for fqn, reason in list(skipped.items())[:8])
         raise ValueError(

@@ -68,7 +68,7 @@ def impossible(module: nn.Module) -> str | None:
     if fp8_class(module) is None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return "an embedding looks rows up, it multiplies nothing"
-        if 3 in _dims(module):
+        if 3 in _dims(module) and not hasattr(module, "kernel_size"):
             return f"{type(module).__name__} keeps a 3-D weight, as fused experts do: only single linear layers are converted"
         if isinstance(module, nn.Linear):
             return f"{type(module).__name__} is a subclass of Linear, whose forward may do more than a product"

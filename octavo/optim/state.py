@@ -17,7 +17,7 @@ from octavo.formats import BF16, E4M3, FP16, FP32, Format
 from octavo.kernels.reference.adamw import UpdateFormats
 from octavo.kernels.reference.adamw_scalars import has_scale
 from octavo.recipe import Recipe
-from octavo.tensor import ScaledTensor
+from octavo.tensor import ScaledTensor, cast
 
 PLAIN = tuple(fmt.dtype for fmt in (FP32, BF16, FP16))
 """Dtypes of plain parameters and gradients."""
@@ -116,6 +116,23 @@ def initial_state(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
             shape = () if block is None else (-(-param.numel() // block),)
             state[f"{name}_scale"] = torch.ones(shape, dtype=torch.float32, device=param.device)
     return state
+
+
+def store_moments(state: dict[str, Tensor], recipe: Recipe) -> None:
+    """Puts the FP32 moments of a converted parameter, as a stock optimizer leaves them, into the formats of the recipe."""
+    for name in MOMENTS:
+        fmt: Format = getattr(recipe, name)
+        block: int | None = getattr(recipe, f"{name}_block")
+        values = state[name].float()
+        if fmt is FP32:
+            continue
+        if name == "exp_avg_sq" and recipe.sqrt_exp_avg_sq:
+            values = values.sqrt()
+        if block is None and not has_scale(fmt):
+            state[name] = values.to(fmt.dtype)
+        else:
+            stored = cast(values.reshape(-1), fmt, block=block)
+            state[name], state[f"{name}_scale"] = stored.codes.view(values.shape), stored.scale
 
 
 def update_formats(param: Tensor, state: dict[str, Tensor], recipe: Recipe, decoupled: bool) -> UpdateFormats:
