@@ -84,11 +84,15 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a preset", description="Train a preset, with changes.")
     train.add_argument("preset", metavar="PRESET", help="see `octavo presets`")
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the run's folder, if any")
+    train.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of the run's folder, if any"
+    )
     train.set_defaults(run=_train)
 
     demo = commands.add_parser(
-        "demo", help="train a small model in BF16 and in FP8 and compare", description="BF16 beside FP8 on this machine."
+        "demo",
+        help="train a small model in BF16 and in FP8 and compare",
+        description="BF16 beside FP8 on this machine.",
     )
     demo.add_argument("--seed", type=int, default=0, help="of weights, data order and rounding (default 0)")
     demo.set_defaults(run=_demo)
@@ -103,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
 
     presets = commands.add_parser("presets", help="list the presets", description="List the presets.")
     presets.set_defaults(run=_presets)
-    doctor = commands.add_parser("doctor", help="what this machine can do", description="What this machine can do, and why not.")
+    doctor = commands.add_parser(
+        "doctor", help="what this machine can do", description="What this machine can do, and why not."
+    )
     doctor.set_defaults(run=_doctor)
     return parser
 

@@ -21,8 +21,6 @@ from octavo.train import checkpoint
 from octavo.train.checkpoint import CheckpointError, check_match, latest, plain_tensors, read_meta, save
 from octavo.train.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
@@ -36,7 +34,11 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
-    return {"model/w.codes": torch.randn(64, 64).to(torch.float8_e4m3fn), "model/w.scale": torch.tensor(2.0), "e": torch.empty(0)}
+    return {
+        "model/w.codes": torch.randn(64, 64).to(torch.float8_e4m3fn),
+        "model/w.scale": torch.tensor(2.0),
+        "e": torch.empty(0),
+    }
 
 
 def test_round_trip_is_exact(tmp_path: Path, seed: int) -> None:
@@ -173,7 +175,9 @@ def test_size_does_not_grow_with_steps(tmp_path: Path) -> None:
     """F14: the state is of constant size."""
     sizes = []
     for steps in (2, 12):
-        Trainer(small_config(tmp_path, f"train.steps={steps}", f"out={tmp_path}/{steps}", "recipe.scaling=delayed")).run()
+        Trainer(
+            small_config(tmp_path, f"train.steps={steps}", f"out={tmp_path}/{steps}", "recipe.scaling=delayed")
+        ).run()
         found = latest(tmp_path / str(steps) / "checkpoints")
         assert found is not None
         sizes.append({name: tensor.numel() for name, tensor in read_checkpoint(found).items()})

@@ -74,7 +74,9 @@ def test_changed_recipe_does_not_keep_its_name() -> None:
 
 
 def test_json_round_trip_is_exact() -> None:
-    config = override(TrainConfig(), ["recipe=paper-4", "optim.lr=0.1", "optim.clip=none", "data.path=/x", "model.ffn_dim=96"])
+    config = override(
+        TrainConfig(), ["recipe=paper-4", "optim.lr=0.1", "optim.clip=none", "data.path=/x", "model.ffn_dim=96"]
+    )
     again = from_dict(TrainConfig, json.loads(json.dumps(to_dict(config))))
     assert again == config
     assert again.recipe.master is FP16

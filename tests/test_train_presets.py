@@ -24,12 +24,19 @@ def test_preset_is_a_documented_complete_config(name: str) -> None:
         ("gpt_175b", 12288, 96, 96, 3e-5, 2**20, 40e9),
     ],
 )
-def test_gpt_presets_are_table_1(name: str, dim: int, heads: int, layers: int, lr: float, batch: int, tokens: float) -> None:
+def test_gpt_presets_are_table_1(
+    name: str, dim: int, heads: int, layers: int, lr: float, batch: int, tokens: float
+) -> None:
     config = get_preset(name)
     assert (config.model.dim, config.model.n_heads, config.model.n_layers) == (dim, heads, layers)
     assert config.tokens_per_step == batch and config.data.seq_len == 2048
     assert abs(config.train.steps * batch - tokens) < batch
-    assert (config.optim.lr, config.optim.warmup_steps, config.optim.weight_decay, config.optim.clip) == (lr, 1000, 0.1, 1.0)
+    assert (config.optim.lr, config.optim.warmup_steps, config.optim.weight_decay, config.optim.clip) == (
+        lr,
+        1000,
+        0.1,
+        1.0,
+    )
     assert (config.optim.beta1, config.optim.beta2, config.optim.min_lr_ratio) == (0.9, 0.95, 0.1)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
+from octavo.train.checkpoint import latest
 from octavo.train.config import TrainConfig, override
+from octavo.train.metrics import read_metrics
 from octavo.train.presets import tiny
 
 WORDS = "the a of to in scale tensor step loss code weight gradient eight bits octavo sheet leaf fold press ink page".split()
@@ -49,11 +53,32 @@ def small_settings(folder: Path) -> list[str]:
     ]
 
 
+def newest(config: TrainConfig) -> Path:
+    """The newest checkpoint of a run; there must be one."""
+    found = latest(Path(config.out) / "checkpoints")
+    assert found is not None
+    return found
+
+
+EXACT = ("step", "tokens", "loss", "grad_norm", "lr", "skipped", "val_loss")
+"""What a record has of the run itself rather than of the machine."""
+
+
+def exact_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run without what depends on the machine."""
+    records = [
+        {key: record[key] for key in EXACT if key in record} for record in read_metrics(folder / "metrics.jsonl")
+    ]
+    return [record for record in records if len(record) > 1]
+
+
 def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, as bytes, so that NaN equals itself and no dtype is left out of the comparison."""
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
     return {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
 
 

@@ -110,7 +110,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[s
     return final
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Tensor] | None = None) -> None:
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Tensor] | None = None
+) -> None:
     """Fill model, optimizer state and `extra` from the checkpoint at `path`, in place and without a second copy.
 
     Raises `ValueError`, before anything changes, when a tensor is missing or has another shape or dtype.
@@ -120,7 +122,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, extra: 
     parameters = dict(model.named_parameters())
     fresh: list[tuple[nn.Parameter, str, str]] = []
     for key, entry in saved.items():
-        if key.startswith("optim/") and key not in tensors:  # States appear at the first step, so a new optimizer has none.
+        if (
+            key.startswith("optim/") and key not in tensors
+        ):  # States appear at the first step, so a new optimizer has none.
             name, _, field = key.removeprefix("optim/").rpartition("/")
             if name in parameters:
                 tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=parameters[name].device)

@@ -128,7 +128,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "train.steps", self.steps, "at least 1")
         _require(self.micro_batches >= 1, "train.micro_batches", self.micro_batches, "at least 1")
-        _require(self.eval_every is None or self.eval_every >= 1, "train.eval_every", self.eval_every, "at least 1, or none")
+        _require(
+            self.eval_every is None or self.eval_every >= 1, "train.eval_every", self.eval_every, "at least 1, or none"
+        )
         _require(self.eval_batches >= 1, "train.eval_batches", self.eval_batches, "at least 1")
 
 
@@ -159,7 +161,12 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         _require(self.every >= 1, "log.every", self.every, "at least 1")
-        _require(self.stats_every is None or self.stats_every >= 1, "log.stats_every", self.stats_every, "at least 1, or none")
+        _require(
+            self.stats_every is None or self.stats_every >= 1,
+            "log.stats_every",
+            self.stats_every,
+            "at least 1, or none",
+        )
 
 
 @dataclass(frozen=True)
@@ -281,7 +288,9 @@ def from_dict(kind: type[C], values: dict[str, Any]) -> C:
     kinds = typing.get_type_hints(kind)
     unknown = [name for name in values if name not in kinds]
     if unknown:
-        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}: the file was written by another version of octavo")
+        raise ValueError(
+            f"{kind.__name__} has no {', '.join(unknown)}: the file was written by another version of octavo"
+        )
     return kind(**{name: _from_json(kinds[name], value) for name, value in values.items()})
 
 

@@ -58,7 +58,9 @@ def compare(trainers: Sequence[Trainer]) -> None:
 
     folder, title = trainers[0].folder.parent, _conditions(trainers[0])
     curves = {t.config.recipe.name: loss_curve(read_metrics(t.folder / "metrics.jsonl")) for t in trainers}
-    validation = {t.config.recipe.name: r.val_loss for t, r in zip(trainers, results, strict=True) if r.val_loss is not None}
+    validation = {
+        t.config.recipe.name: r.val_loss for t, r in zip(trainers, results, strict=True) if r.val_loss is not None
+    }
     plot_losses(folder / "loss.png", curves, baseline, title, validation)
     plot_memory(folder / "memory.png", memory, title)
     print(f"\nfigures {folder}/loss.png and {folder}/memory.png; runs {folder}/{baseline} and {folder}/{fp8}")

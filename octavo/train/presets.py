@@ -100,7 +100,10 @@ def _gpt(
         data=DataConfig(seq_len=seq_len, micro_batch=micro_batch),
         optim=OptimConfig(lr=lr, warmup_steps=1000),
         train=LoopConfig(
-            steps=round(tokens / batch_tokens), micro_batches=batch_tokens // (seq_len * micro_batch), compile=True, eval_every=1000
+            steps=round(tokens / batch_tokens),
+            micro_batches=batch_tokens // (seq_len * micro_batch),
+            compile=True,
+            eval_every=1000,
         ),
         checkpoint=CheckpointConfig(every=1000, keep=2),
     )

@@ -110,7 +110,12 @@ class Trainer:
         self._ledger = StepLedger(meta.get("skipped", 0), meta.get("in_a_row", 0))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         self._peak = peak_of(name)
-        self._info = {"config": self._settings, "versions": versions(), "device": name, "peak": self._peak and vars(self._peak)}
+        self._info = {
+            "config": self._settings,
+            "versions": versions(),
+            "device": name,
+            "peak": self._peak and vars(self._peak),
+        }
         self._memory: MemoryReport | None = None
         self._stats: dict[str, Any] | None = None
         self._rates: list[float] = []
