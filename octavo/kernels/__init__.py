@@ -55,7 +55,8 @@ def scale_from_amax(amax: Tensor, max: float, power_of_two: bool = True, margin:
 
     FP32, of the shape of `amax`, always finite and positive: within [2^-126, 2^126], and 1 where `amax` is zero or not finite.
     """
-    # Exact integer arithmetic, so the compiler may fuse it.
+    if is_compiling():
+        return ops.scale_from_amax(amax, max, power_of_two, margin)
     return backend(amax).scale_from_amax(amax, max, power_of_two, margin)
 
 
@@ -107,8 +108,8 @@ def uncast(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, *, 
     """
     _check_block(codes, block)
     _check_scale(scale, codes.shape, block)
-    if is_compiling() and block is None:
-        return (codes.float() / scale).to(dtype)
+    if is_compiling():
+        return ops.uncast(codes, scale, dtype, block)
     return backend(codes).uncast(codes, scale, dtype, block=block)
 
 
@@ -163,12 +164,14 @@ def scaled_mm_nt(
 
     Both operands are FP8 and row-major, K and N multiples of 16 (on CUDA); not both E5M2. Scales are FP32, 0-d.
     `fast_accum` lets Hopper keep sums in about 14 bits: good enough for the forward GEMM only.
-    Raises `ValueError` where the shapes do not match.
+    Raises `ValueError` where the shapes do not match, or for two E5M2 operands.
     """
     if a_codes.shape[-1] != b_codes.shape[-1]:
         raise ValueError(
             f"a_codes {tuple(a_codes.shape)} and b_codes {tuple(b_codes.shape)} differ in K, their last dim"
         )
+    if a_codes.dtype == b_codes.dtype == torch.float8_e5m2:
+        raise ValueError("a_codes and b_codes are both E5M2, which no tensor core multiplies: cast one of them to E4M3")
     if is_compiling():
         return ops.scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias)
     return backend(a_codes).scaled_mm_nt(
@@ -187,7 +190,9 @@ def cast_residual(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """E4M11 value / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`."""
+    """E4M11 value / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`, contiguous."""
+    if is_compiling():
+        return ops.uncast_residual(codes, residual, scale, dtype)
     return backend(codes).uncast_residual(codes, residual, scale, dtype)
 
 

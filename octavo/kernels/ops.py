@@ -1,6 +1,7 @@
 """The kernels as opaque operators `octavo::*`, for `torch.compile`.
 
-A compiled region must not look into a kernel: its code would be traced, fused and rounded differently, so the bits would change.
+A compiled region must not look into a kernel: its code would be traced, fused and rounded differently (the compiler's division on
+a GPU, for one, is not IEEE's), so the bits would change.
 Each operator is functional (no argument is changed, no result aliases one) and has a fake implementation that knows shapes only.
 Results that are not wanted are empty tensors, because a schema has no optional results.
 In eager mode nobody calls these: the dispatcher of PyTorch costs more than a launch (see `octavo.kernels`).
@@ -35,6 +36,20 @@ def _(x, block):
 
 
 @torch.library.custom_op(
+    "octavo::scale_from_amax",
+    mutates_args=(),
+    schema="(Tensor amax, float max, bool power_of_two, int margin) -> Tensor",
+)
+def scale_from_amax(amax, max, power_of_two, margin):
+    return backend(amax).scale_from_amax(amax, max, power_of_two, margin)
+
+
+@scale_from_amax.register_fake
+def _(amax, max, power_of_two, margin):
+    return torch.empty_like(amax)
+
+
+@torch.library.custom_op(
     "octavo::cast",
     mutates_args=(),
     schema="(Tensor x, Tensor scale, ScalarType dtype, str rounding, Tensor? key, SymInt offset, SymInt? block, bool count)"
@@ -51,6 +66,20 @@ def cast(x, scale, dtype, rounding, key, offset, block, count):
 @cast.register_fake
 def _(x, scale, dtype, rounding, key, offset, block, count):
     return x.new_empty(x.shape, dtype=dtype), _new_stats(x, count)
+
+
+@torch.library.custom_op(
+    "octavo::uncast",
+    mutates_args=(),
+    schema="(Tensor codes, Tensor scale, ScalarType dtype, SymInt? block) -> Tensor",
+)
+def uncast(codes, scale, dtype, block):
+    return backend(codes).uncast(codes, scale, dtype, block=block)
+
+
+@uncast.register_fake
+def _(codes, scale, dtype, block):
+    return codes.new_empty(codes.shape, dtype=dtype)
 
 
 @torch.library.custom_op(
@@ -124,3 +153,17 @@ def cast_residual(x, scale):
 @cast_residual.register_fake
 def _(x, scale):
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape, dtype=torch.int8)
+
+
+@torch.library.custom_op(
+    "octavo::uncast_residual",
+    mutates_args=(),
+    schema="(Tensor codes, Tensor residual, Tensor scale, ScalarType dtype) -> Tensor",
+)
+def uncast_residual(codes, residual, scale, dtype):
+    return backend(codes).uncast_residual(codes, residual, scale, dtype)
+
+
+@uncast_residual.register_fake
+def _(codes, residual, scale, dtype):
+    return codes.new_empty(codes.shape, dtype=dtype)

@@ -112,15 +112,15 @@ def weight_operand(
 ) -> Operand:
     """The operand of a weight [N, K], plain or ScaledTensor, with the scale of its real values; cast only if it has changed.
 
-    A cached operand may hold more than was asked for. A change is seen by the version counter and the address: one made through
-    `.data` in place is not (see `drop_weight_cache`).
+    A cached operand may hold more than was asked for. A change is seen by the version counters and the address: one made in place
+    through `.data` of a plain weight is not (see `drop_weight_cache`).
     """
     values, unit = _stored(weight)
     if unit is not None and values.dtype == fmt.dtype:
         return Operand(kernels.pad_codes(values), None, unit)
     cached, tag = None, None
-    if not is_compiling() and not weight.is_inference():
-        tag = (weight._version, values.data_ptr(), fmt, power_of_two)
+    if not is_compiling() and not weight.is_inference() and not values.is_inference():
+        tag = (weight._version, values._version, values.data_ptr(), fmt, power_of_two)
         cached = getattr(weight, "_octavo_cast", None)
         if cached is not None and cached[0] == tag:
             cached = cached[1]

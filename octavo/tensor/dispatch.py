@@ -62,7 +62,8 @@ def _view(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         path = x._path if same else (*x._path, lambda whole: pick(func(whole, *args[1:], **kwargs)))
         return ScaledTensor._wrap(x._storage, codes, path, x.dtype, x.residual_on_add)
 
-    out = func(x.codes, *args[1:], **kwargs)
+    # `detach` keeps the very tensor of codes, and so its version: a parameter is made by it.
+    out = x.codes if same else func(x.codes, *args[1:], **kwargs)
     if isinstance(out, Tensor):
         out = wrap(out, lambda result: result)
     else:
@@ -109,7 +110,7 @@ def _compute(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     # Autograd counts the versions of direct arguments, but not of lists.
     _increment_versions([x for x in written if id(x) not in direct])
     originals = {id(reals[id(x)]): x for x in written}
-    return tree_map(lambda result: originals.get(id(result), result), out)
+    return tree_map(lambda result: originals.get(id(result), result), out) if originals else out
 
 
 @cache

@@ -17,7 +17,10 @@ with blocks of scales, over its flattened elements, gets each from the exact max
 exact maxima that the next step's bounds start from. The alternative, a pass for the maxima and another for the update, reads the
 6 B of a parameter twice.
 
-Stochastic rounding hashes (key, global index of the element), so it is the same however parameters are grouped, sharded or resumed.
+Rounding is stochastic for both moments too. To nearest, an E4M3 m stalls as soon as its change is under half a step: of a gradient
+with a constant mean in noise it accumulates 85% at beta1 = 0.9, 69% at 0.95 and 38% at 0.99, where stochastic rounding keeps 100%
+(with 5-10% of noise, which averages out); v stalls likewise as beta2 nears 1. The random bits hash (key, global index of the element),
+so they are the same however parameters are grouped, sharded or resumed.
 """
 
 from __future__ import annotations
