@@ -25,6 +25,14 @@ def test_amax_equals_the_definition(seed):
     assert torch.equal(kernels.amax(x, block=16), torch.stack([b.abs().amax(1) for b in x.split(16, 1)], 1))
 
 
+@pytest.mark.parametrize("fmt", FP8, ids=repr)
+def test_amax_of_codes(fmt, seed):
+    codes = spread_out((50, 3), -5, 5).nan_to_num().clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    assert kernels.amax(codes) == codes.float().abs().max()
+    codes[4, 1] = torch.nan
+    assert kernels.amax(codes.t()).isnan()
+
+
 def test_amax_of_special_values():
     assert kernels.amax(torch.tensor([1.0, torch.nan, torch.inf])).isnan()
     assert kernels.amax(torch.tensor([1.0, -torch.inf])) == torch.inf
@@ -301,7 +309,11 @@ def test_ops_are_functional_and_their_fakes_agree(seed):
     for row, col, count, amax in ((True, True, True, True), (False, True, False, False), (True, False, True, False)):
         torch.library.opcheck(op.cast_transpose, (x, scale, E4M3.dtype, row, col, count, amax), test_utils=checks)
     torch.library.opcheck(op.transpose_codes, (x.to(E4M3.dtype),), test_utils="test_faketensor")
+    torch.library.opcheck(op.scale_from_amax, (x, 448.0, True, 0), test_utils=checks)
     torch.library.opcheck(op.cast_residual, (x, scale), test_utils=checks)
+    codes, residual = kernels.cast_residual(x, scale)
+    torch.library.opcheck(op.uncast_residual, (codes, residual, scale, torch.bfloat16), test_utils="test_faketensor")
+    torch.library.opcheck(op.uncast, (codes, scale, torch.float16, None), test_utils="test_faketensor")
 
 
 def test_compiled_equals_eager_in_one_graph(seed):

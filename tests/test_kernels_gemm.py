@@ -72,6 +72,12 @@ def test_mismatched_k_is_named():
         kernels.scaled_mm_nt(a, b[:, :16], sa, sb, torch.bfloat16)
 
 
+def test_two_e5m2_operands_are_refused():
+    a, b, sa, sb = operands(16, 16, 32, E5M2, E5M2)
+    with pytest.raises(ValueError, match="both E5M2"):
+        kernels.scaled_mm_nt(a, b, sa, sb, torch.bfloat16)
+
+
 def test_compiled_equals_eager(seed):
     a, b, sa, sb = operands(16, 32, 48)
 

@@ -1,4 +1,4 @@
-"""The kernels for CUDA: Triton for everything element-wise, cuBLASLt for the GEMM. Needs Triton, which CUDA builds of PyTorch bring.
+"""The kernels for CUDA: Triton for everything element-wise, cuBLASLt for the GEMM. CUDA builds of PyTorch bring Triton.
 
 The same names and arguments as `octavo.kernels.reference`, and the same bits, but for the GEMM.
 """

@@ -1,0 +1,69 @@
+"""Arithmetic that Triton kernels share, on values in registers: the device side of `octavo.kernels.reference`.
+
+Kernels that use it are launched with `enable_fp_fusion=False`, for a product fused into a sum is rounded once instead of twice.
+Minima and maxima are spelled `tl.where`: NaN fails both comparisons and so passes unchanged.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.formats import Format
+
+
+def constants(fmt: Format) -> dict[str, float | int]:
+    """The constexpr arguments that describe a format to a kernel."""
+    return {"MAX": fmt.max, "MANTISSA_BITS": fmt.mantissa_bits, "MIN_EXPONENT": fmt.min_exponent}
+
+
+@triton.jit
+def random_bits(index, key):
+    """fmix32(index * GOLDEN + (index >> 32) * HIGH + key): uint32 words of int64 `index` and an int32 `key`."""
+    word = index.to(tl.uint32) * 0x9E3779B1 + (index >> 32).to(tl.uint32) * 0x7FEB352D + key.to(tl.uint32)
+    word = (word ^ (word >> 16)) * 0x85EBCA6B
+    word = (word ^ (word >> 13)) * 0xC2B2AE35
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def saturate(y, MAX: tl.constexpr):
+    """`y` (FP32) clamped to [-MAX, MAX]; NaN stays."""
+    y = tl.where(y > MAX, MAX, y)
+    return tl.where(y < -MAX, -MAX, y)
+
+
+@triton.jit
+def round_stochastic(y, word, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """`y` (FP32, saturated) rounded to a neighbour with that many (< 23) mantissa bits, by the top bits of `word` (uint32); FP32."""
+    DROP: tl.constexpr = 23 - MANTISSA_BITS
+    bits = y.to(tl.uint32, bitcast=True)
+    noise = word >> (32 - DROP)
+    rounded = ((bits + noise) >> DROP) << DROP
+    if MIN_EXPONENT > -126:
+        SMALLEST: tl.constexpr = 2.0 ** (MIN_EXPONENT - MANTISSA_BITS)
+        TINY: tl.constexpr = 2.0**MIN_EXPONENT
+        steps = tl.abs(y) * (1.0 / SMALLEST) + noise.to(tl.float32) * (1.0 / (1 << DROP))
+        # (The hardware's floor flushes subnormal `steps` to zero: as it should.)
+        magnitude = tl.floor(steps) * SMALLEST
+        subnormal = magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)
+        rounded = tl.where(tl.abs(y) < TINY, subnormal, rounded)
+    return tl.where(y == y, rounded.to(tl.float32, bitcast=True), y)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x| as int32, ordered like |x| with NaN above infinity: an integer maximum of them propagates NaN."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def saturated_count(y, MAX: tl.constexpr):
+    """How many |y| are beyond MAX, int32 in the shape of `y`."""
+    return (tl.abs(y) > MAX).to(tl.int32)
+
+
+@triton.jit
+def flushed_count(x, codes):
+    """How many non-zero `x` have the code zero, int32 in the shape of `x`."""
+    return ((x != 0) & (codes.to(tl.float32) == 0)).to(tl.int32)
