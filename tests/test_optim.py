@@ -16,7 +16,7 @@ import octavo.kernels as kernels
 from octavo.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from octavo.optim import Adam, AdamW, clip_grad_norm_
 from octavo.recipe import RECIPES, get_recipe
-from octavo.tensor import ScaledTensor, cast
+from octavo.tensor import ScaledTensor, cast, uncast
 
 O2 = get_recipe("O2")
 ROWS = ["O2", "paper", "paper-2b", "paper-3", "paper-4"]
@@ -180,31 +180,29 @@ def test_D3_a_small_language_model_trains_as_in_fp32(seed):
 
 
 def test_D5_rare_rows_keep_their_moments(seed):
-    """An embedding of which three rows get gradients of 1e-6 and one of 1e2; converted or not, every row moves by at most lr·c_t."""
+    """An embedding of which three rows get gradients near 1e-6 and one 1e2: converted or not, no row's moments are lost or blow up."""
+    rare, grad = [3, 300, 700], torch.zeros(1000, 16)
+    grad[rare] = 1e-6 * torch.empty(3, 16).uniform_(0.5, 2.0)
+    grad[999] = 1e2
     for converted in (False, True):
         p = weight(torch.randn(1000, 16)) if converted else nn.Parameter(torch.randn(1000, 16))
         optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95))
-        before = (p.dequantize() if converted else p).detach().clone()
-        grad = torch.zeros(1000, 16)
-        grad[[3, 300, 700]] = 1e-6
-        grad[999] = 1e2
+        before = p.detach().clone()
         for _ in range(20):
-            p.grad = grad  # one FP8 scale cannot span eight decades: a plain gradient of a converted parameter
+            p.grad = grad  # plain: one FP8 scale cannot span eight decades
             optimizer.step()
         state = optimizer.state[p]
-        scale = state.get("exp_avg_scale")
-        m = state["exp_avg"] if scale is None else kernels.uncast(state["exp_avg"].view(-1), scale, block=128)
-        scale = state.get("exp_avg_sq_scale")
-        v = state["exp_avg_sq"] if scale is None else kernels.uncast(state["exp_avg_sq"], scale) ** 2
-        m = m.view(1000, 16)
-        for row in (3, 300, 700, 999):
-            true_m, true_v = grad[row] * (1 - 0.9**20), grad[row] ** 2 * (1 - 0.95**20)
-            assert (m[row] - true_m).norm() <= 0.1 * true_m.norm(), (converted, row)
-            assert (v[row] - true_v).norm() <= 0.1 * true_v.norm(), (converted, row)
-        moved = ((p.dequantize() if converted else p) - before).abs()
-        assert moved.max() <= 20 * 1e-3 * 1.166 + 2e-3
-        untouched = [row for row in range(1000) if row not in (3, 300, 700, 999)]
-        assert moved[untouched].max() == 0
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        if converted:
+            m = kernels.uncast(m.view(-1), state["exp_avg_scale"], block=128).view(1000, 16)
+            v = kernels.uncast(v, state["exp_avg_sq_scale"]) ** 2
+        for rows in (rare, [999]):
+            true_m, true_v = grad[rows] * (1 - 0.9**20), grad[rows] ** 2 * (1 - 0.95**20)
+            assert (m[rows] - true_m).norm() <= (0.1 if rows == rare else 0.2) * true_m.norm(), (converted, rows)
+            assert (v[rows] - true_v).norm() <= 0.01 * true_v.norm(), (converted, rows)
+        moved = (uncast(p.detach()) - uncast(before)).abs()
+        assert moved.max() <= 0.05  # 20·lr·c_t, and the rounding of weights of size 4
+        assert moved[[row for row in range(1000) if row not in (*rare, 999)]].max() == 0
 
 
 def test_D6_a_parameter_without_gradient_is_left_alone(seed):
