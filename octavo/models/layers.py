@@ -50,6 +50,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_norm(config: TransformerConfig) -> LayerNorm | RMSNorm:
+    """The norm of the dialect, over the residual stream."""
     norm = LayerNorm if config.dialect == "gpt" else RMSNorm
     return norm(config.dim, eps=config.norm_eps)
 
