@@ -20,8 +20,8 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from octavo.tensor.scaled_tensor import ScaledTensor, is_logical, uncast
-from octavo.tensor.storage import Storage
+from octavo.tensor.scaled_tensor import ScaledTensor, uncast
+from octavo.tensor.storage import Storage, is_logical
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.formats import E4M3, FP32, Format
-from octavo.tensor.storage import Storage, fresh_scale
+from octavo.formats import FP32, Format
+from octavo.tensor.storage import Storage, check_parts, fresh_scale
 from octavo.tensor.storage import uncast as uncast_parts
 
 
@@ -65,7 +65,7 @@ class ScaledTensor(Tensor):
         residual: Tensor | None = None,
         residual_on_add: bool = False,
     ) -> ScaledTensor:
-        _check(codes, scale, dtype, block, residual, residual_on_add)
+        check_parts(codes, scale, dtype, block, residual, residual_on_add)
         return cls._wrap(Storage(codes, scale, residual, block), codes, (), dtype, residual_on_add)
 
     @classmethod
@@ -265,32 +265,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
-
-
-def _check(
-    codes: Tensor, scale: Tensor, dtype: torch.dtype, block: int | None, residual: Tensor | None, residual_on_add: bool
-) -> None:
-    if codes.dtype is torch.float32 or not codes.is_floating_point():
-        raise ValueError(f"codes are {codes.dtype}: use float8_e4m3fn, float8_e5m2, float16 or bfloat16")
-    Format.of(codes.dtype)
-    if not is_logical(dtype):
-        raise ValueError(f"the logical dtype is {dtype}: use a floating dtype of at least 16 bits")
-    wanted = () if block is None else (*codes.shape[:-1], -(-codes.shape[-1] // block))
-    if scale.dtype is not torch.float32 or tuple(scale.shape) != wanted:
-        raise ValueError(
-            f"scale is {scale.dtype} {tuple(scale.shape)}: codes {tuple(codes.shape)} with block={block} need float32 {wanted}"
-        )
-    if (residual is not None or residual_on_add) and (codes.dtype is not E4M3.dtype or block is not None):
-        raise ValueError(
-            f"a residual extends E4M3 codes with one scale, but these are {codes.dtype} with block={block}"
-        )
-    if residual is not None and (residual.dtype is not torch.int8 or residual.shape != codes.shape):
-        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}: codes need int8 {tuple(codes.shape)}")
-
-
-def is_logical(dtype: torch.dtype) -> bool:
-    """Whether a ScaledTensor can have this logical dtype."""
-    return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 _SAVED = ("codes", "scale", "dtype", "block", "residual", "residual_on_add")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from octavo import kernels
-from octavo.formats import BF16, Format
+from octavo.formats import BF16, E4M3, Format
 
 
 class Storage:
@@ -95,3 +95,30 @@ def fresh_scale(real: Tensor, fmt: Format, block: int | None) -> tuple[Tensor, T
     # BF16 has the range of FP32: scaled to its maximum, it would leave no room for the scale to follow a multiplication.
     scale = torch.ones_like(amax) if fmt is BF16 else kernels.scale_from_amax(amax, fmt.max)
     return scale, torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def check_parts(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, block: int | None, residual: Tensor | None, residual_on_add: bool
+) -> None:
+    """Raises `ValueError` if these do not make a ScaledTensor."""
+    if codes.dtype is torch.float32 or not codes.is_floating_point():
+        raise ValueError(f"codes are {codes.dtype}: use float8_e4m3fn, float8_e5m2, float16 or bfloat16")
+    Format.of(codes.dtype)
+    if not is_logical(dtype):
+        raise ValueError(f"the logical dtype is {dtype}: use a floating dtype of at least 16 bits")
+    wanted = () if block is None else (*codes.shape[:-1], -(-codes.shape[-1] // block))
+    if scale.dtype is not torch.float32 or tuple(scale.shape) != wanted:
+        raise ValueError(
+            f"scale is {scale.dtype} {tuple(scale.shape)}: codes {tuple(codes.shape)} with block={block} need float32 {wanted}"
+        )
+    if (residual is not None or residual_on_add) and (codes.dtype is not E4M3.dtype or block is not None):
+        raise ValueError(
+            f"a residual extends E4M3 codes with one scale, but these are {codes.dtype} with block={block}"
+        )
+    if residual is not None and (residual.dtype is not torch.int8 or residual.shape != codes.shape):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}: codes need int8 {tuple(codes.shape)}")
+
+
+def is_logical(dtype: torch.dtype) -> bool:
+    """Whether a ScaledTensor can have this logical dtype."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
