@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from octavo.kernels import amax as tensor_amax
 from octavo.kernels import scale_from_amax
@@ -88,6 +89,11 @@ class DelayedScaling:
         """Counts a maximum (FP32, 0-d) in the step that goes on; one that is not finite does not count."""
         self._to(amax.device)
         self.pending.copy_(torch.where(amax.isfinite(), torch.maximum(self.pending, amax), self.pending))
+        if not is_compiling():
+            self.expect_record()
+
+    def expect_record(self) -> None:
+        """Says that this step will record. Only for a compiled backward pass, which can write tensors but no attributes."""
         self._recorded = True
 
     def update(self) -> None:

@@ -809,3 +809,83 @@ def test_compiled_trains_as_eager(seed):
         return losses
 
     assert run(False) == run(True)
+
+
+def test_compiled_with_delayed_scales(seed):
+    """The same windows as in eager mode, and two compilations: one for the warm-up and one for after it."""
+
+    def run(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), DELAYED)
+        function = torch.compile(model, backend=counting_backend, fullgraph=True) if compiled else model
+        for _ in range(18):
+            x = torch.randn(16, 32)
+            F.mse_loss(function(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return scaling_state(model[0]) + scaling_state(model[2])
+
+    compilations.clear()
+    assert equal_states(run(False), run(True))
+    assert len(compilations) == 2
+
+
+compilations: list[int] = []
+
+
+def counting_backend(graph, inputs):
+    from torch._dynamo.backends.debugging import aot_eager
+
+    compilations.append(1)
+    return aot_eager(graph, inputs)
+
+
+@LEVELS
+def test_compiling_again_between_micro_batches(recipe, seed):
+    """Dynamo cannot trace a parameter whose gradient is stored differently, so gradients hide while it traces."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64))
+    convert(model, recipe)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=counting_backend, fullgraph=True)
+    compilations.clear()
+    for tokens in (8, 8, 9, 24, 8):
+        x = torch.randn(tokens, 64)
+        for function in (compiled, eager):
+            function(x).sum().backward()
+    assert len(compilations) == 2, "one for eight tokens, one for any number"
+    for layer, other in zip(model, eager, strict=True):
+        if isinstance(layer, FP8Linear):
+            assert same_bits(layer.weight.grad, other.weight.grad)
+
+
+def test_compiled_steps_compile_once(seed):
+    """Optimizer steps, evaluation in between and counting change no guard of the compiled function."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64))
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), O2)
+    compiled = torch.compile(model, backend=counting_backend, fullgraph=True)
+    compilations.clear()
+    for step in range(5):
+        compiled(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.eval()(torch.randn(3, 64))
+        model.train()
+    assert len(compilations) == 1
+    with collect_stats(model) as stats:
+        compiled(torch.randn(8, 64)).sum().backward()
+    assert stats["0"]["grad_output"]["numel"] == stats["0"]["input"]["numel"] == 8 * 64
+
+
+@LEVELS
+def test_inference_mode_then_training(recipe, seed):
+    layer, x = make(64, 32, recipe), torch.randn(8, 64)
+    with torch.inference_mode():
+        y = layer(x)
+    z = layer(x)
+    assert torch.equal(y, z)
+    z.sum().backward()
+    assert isinstance(layer.weight.grad, ScaledTensor)

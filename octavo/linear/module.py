@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from octavo.formats import Format
+from octavo.linear import tracing
 from octavo.linear.gemm import (
     Gemms,
     LinearFunction,
@@ -69,6 +70,7 @@ class FP8Linear(nn.Linear):
         """Undo `adopt` and `store`: the weight and its gradient become plain tensors of the logical dtype."""
         drop_weight_cache([self.weight])
         unwatch_gradient(self.weight)
+        tracing.layers.discard(self)
         replace_parameter(self.weight, uncast(self.weight.detach()), self.weight.grad)
         self.__class__ = self.plain_class  # type: ignore[assignment]
         for name in ("recipe", "plain_class", "exclusive", "stats", "input_scaling", "grad_output_scaling"):
@@ -88,10 +90,13 @@ class FP8Linear(nn.Linear):
         k, n = self.weight.shape if self.input_first else self.weight.shape[::-1]
         if x.shape[-1:] != (k,) or not x.is_floating_point():
             raise ValueError(f"the layer takes floating [..., {k}], but the input is {x.dtype} {tuple(x.shape)}")
+        backward = torch.is_grad_enabled()
         if not is_compiling():
             self.watch_gradient()
+        elif self.training and backward:
+            for _, scaling in self._scalings():
+                scaling.expect_record()
         flat = x.reshape(-1, k)
-        backward = torch.is_grad_enabled()
         gemms = Gemms(
             self.recipe,
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype,
@@ -154,6 +159,7 @@ class FP8Linear(nn.Linear):
         """See to it that autograd leaves the gradient of the weight in FP8; wanted again for a new parameter or new memory."""
         if self.gradient_format is not None:
             watch_gradient(self.weight)
+            tracing.layers.add(self)
 
     # --- delayed scaling
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.linear.gemm import scaled_gradient
+from octavo.linear.tracing import register_callbacks
 from octavo.tensor import ScaledTensor, uncast
 
 
@@ -50,6 +51,7 @@ def replaceable(param: Tensor) -> bool:
 
 def store_gradient(param: Tensor) -> None:
     """Hook after accumulation: turns a plain `param.grad` into an E4M3 ScaledTensor."""
+    register_callbacks()
     grad = param.grad
     if grad is not None and not isinstance(grad, ScaledTensor):
         with torch.no_grad():
