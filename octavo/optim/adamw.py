@@ -13,7 +13,6 @@ A step in which any gradient is not finite, or has a square that is not, changes
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,21 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from octavo import kernels
-from octavo.formats import FP32, Format
 from octavo.kernels.reference.adamw import Scalars, UpdateFormats
-from octavo.optim.state import (
-    Slot,
-    check_group,
-    check_loadable,
-    describe,
-    gradient,
-    initial_state,
-    seal,
-    unseal,
-    update_formats,
-)
+from octavo.linear import drop_weight_cache
+from octavo.optim.checks import check_group, check_loadable, warn_of_lost_updates
+from octavo.optim.state import Slot, describe, gradient, initial_state, seal, unseal, update_formats
 from octavo.recipe import Recipe, get_recipe
-from octavo.tensor import ScaledTensor, uncast
+from octavo.tensor import ScaledTensor
 
 
 @dataclass
@@ -192,6 +182,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, bucket: _Bucket, plan: _Plan, ok: Tensor) -> None:
         """Run the passes of a bucket, then store what they leave: steps, scales and maxima."""
         slots, formats, columns = bucket.slots, bucket.formats, plan.columns
+        drop_weight_cache(slot.param for slot in slots)
         maxima = torch.zeros_like(plan.maxima)
         rows = zip(slots, torch.stack(columns, dim=1).unbind(), plan.keys.unbind(), maxima.unbind(), strict=True)
         for slot, scalars, key, new_maxima in rows:
@@ -222,29 +213,13 @@ class AdamW(torch.optim.Optimizer):
             if old[0] is not one:
                 torch._foreach_copy_(list(old), torch.where(ok, new, torch.stack(old)).unbind())
         for slot, row in zip(slots, torch.where(ok, maxima, plan.maxima).unbind(), strict=True):
-            increment_version(slot.param)
-            if getattr(slot.param, "_octavo_cast", None) is not None:
-                slot.param._octavo_cast = None  # type: ignore[attr-defined]  # the FP8 copy of the weight is out of date
+            increment_version((slot.param, *slot.stored))
             self._maxima[slot.param] = (slot.fingerprint, row)
 
     def check_numerics(self) -> None:
-        """Warn of every group whose learning rate is so small that its updates cannot reach a typical weight.
-
-        A typical update of Adam is lr. With rounding to nearest it is lost below half a step of the storage format at the weight's
-        size; with stochastic rounding it counts in expectation, down to half a step of the FP32 arithmetic. Waits for the device.
-        """
+        """Warn of every group whose learning rate is too small to move its weights: see `octavo.optim.checks`."""
         for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                stored = param.format if isinstance(param, ScaledTensor) else Format.of(param.dtype)
-                fmt = stored if self.recipe.rounding == "nearest" else FP32
-                size = float(uncast(param.detach(), torch.float32).abs().mean()) if param.numel() else 0.0
-                if float(group["lr"]) < size * fmt.eps / 4:
-                    warnings.warn(
-                        f"lr {float(group['lr']):.3g} of parameter group {number} is lost on a parameter {tuple(param.shape)}: "
-                        f"weights of size {size:.3g} in {fmt} change in steps of about {size * fmt.eps:.3g}",
-                        stacklevel=2,
-                    )
-                    break
+            warn_of_lost_updates(number, group, self.recipe)
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`, plain tensors only, with `master_scale` for each `ScaledTensor` parameter.

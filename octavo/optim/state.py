@@ -58,32 +58,6 @@ class Slot:
         )
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Raises `ValueError` if a hyper-parameter or a parameter of the group is none that octavo can optimize."""
-    lr, betas, eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr has {lr.numel()} elements: pass a number or a tensor of one element")
-    if not 0 <= float(lr) < float("inf"):
-        raise ValueError(f"lr is {float(lr)}: it must be finite and not negative; to ascend, pass maximize=True")
-    for index, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{index}] is {beta}: it must be in [0, 1)")
-    if not eps >= 0 or not weight_decay >= 0:
-        raise ValueError(f"eps is {eps} and weight_decay {weight_decay}: neither may be negative")
-    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-    for index, param in enumerate(params):
-        name, param = param if isinstance(param, tuple) else (f"parameter {index}", param)
-        if isinstance(param, ScaledTensor):
-            if param.format not in (FP16, BF16, E4M3) or param.scale.dim() > 0 or param.residual is not None:
-                raise ValueError(
-                    f"{name} is stored in {param.format}, but a master is FP16, BF16 or E4M3 with one scale"
-                )
-        elif isinstance(param, Tensor) and param.dtype not in PLAIN:
-            raise ValueError(
-                f"{name} is {param.dtype}: convert it to FP32, BF16 or FP16, or leave it out of the optimizer"
-            )
-
-
 def gradient(param: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(codes or plain values, scale, residual) of the gradient, contiguous. Raises `ValueError` if it cannot be used."""
     grad = param.grad
@@ -160,21 +134,6 @@ def describe(recipe: Recipe) -> str:
         block = getattr(recipe, f"{name}_block")
         words.append(f"{name} {root}{getattr(recipe, name)}" + (f" in blocks of {block}" if block else ""))
     return ", ".join(words)
-
-
-def check_loadable(state_dict: dict[str, Any], recipe: Recipe) -> None:
-    """Raises `ValueError` if the state was saved by an optimizer with other formats, or with amsgrad."""
-    for group in state_dict["param_groups"]:
-        if group.get("amsgrad"):
-            raise ValueError(
-                "the state was saved with amsgrad=True, which octavo does not have: start with a fresh state"
-            )
-        saved, ours = group.get("state_formats"), describe(recipe)
-        if saved is not None and saved != ours:
-            raise ValueError(
-                f"the state was saved with {saved}, but recipe {recipe.name!r} keeps {ours}: "
-                "build the optimizer with the recipe of the run that saved it"
-            )
 
 
 @dataclass
