@@ -206,7 +206,8 @@ class LinearFunction(torch.autograd.Function):
             return x.new_zeros((0, n), dtype=gemms.out_dtype)
         codes = w_operand.col() if gemms.input_first else w_operand.row()
         y = gemm(x_operand.row(), codes, x_operand.scale, w_operand.scale, gemms.out_dtype, bias, fast_accum=True)
-        return y[: x.shape[0], :n].contiguous()
+        # (torch 2.11 compiles a function that returns an alias of a result, as `contiguous` and `to` may, with zero gradients.)
+        return y if y.shape == (x.shape[0], n) else y[: x.shape[0], :n].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
@@ -271,4 +272,5 @@ def gemm(
     out_dtype = dtype if dtype in GEMM_DTYPES else torch.float32
     if bias is not None:
         bias = F.pad(bias.detach().to(out_dtype), (0, b.shape[0] - bias.shape[0]))
-    return kernels.scaled_mm_nt(a, b, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias).to(dtype)
+    out = kernels.scaled_mm_nt(a, b, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias)
+    return out if out_dtype == dtype else out.to(dtype)
