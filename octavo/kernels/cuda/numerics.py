@@ -37,18 +37,25 @@ def saturate(y, MAX: tl.constexpr):
 def round_stochastic(y, word, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     """`y` (FP32, saturated) rounded to a neighbour with that many (< 23) mantissa bits, by the top bits of `word` (uint32); FP32."""
     DROP: tl.constexpr = 23 - MANTISSA_BITS
-    bits = y.to(tl.uint32, bitcast=True)
-    noise = word >> (32 - DROP)
-    rounded = ((bits + noise) >> DROP) << DROP
+    magnitude = tl.abs(y)
     if MIN_EXPONENT > -126:
-        SMALLEST: tl.constexpr = 2.0 ** (MIN_EXPONENT - MANTISSA_BITS)
+        # Subnormals of the format move to the binade that has their spacing, and back.
         TINY: tl.constexpr = 2.0**MIN_EXPONENT
-        steps = tl.abs(y) * (1.0 / SMALLEST) + noise.to(tl.float32) * (1.0 / (1 << DROP))
-        # (The hardware's floor flushes subnormal `steps` to zero: as it should.)
-        magnitude = tl.floor(steps) * SMALLEST
-        subnormal = magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)
-        rounded = tl.where(tl.abs(y) < TINY, subnormal, rounded)
-    return tl.where(y == y, rounded.to(tl.float32, bitcast=True), y)
+        shift = tl.where(magnitude < TINY, TINY, 0.0)
+        magnitude = _truncate(magnitude + shift, word, DROP) - shift
+    else:
+        magnitude = _truncate(magnitude, word, DROP)
+    sign = y.to(tl.uint32, bitcast=True) & 0x80000000
+    rounded = (magnitude.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(y == y, rounded, y)
+
+
+@triton.jit
+def _truncate(magnitude, word, DROP: tl.constexpr):
+    """FP32 `magnitude` plus the top DROP bits of `word`, as bits, without its last DROP bits."""
+    return (((magnitude.to(tl.uint32, bitcast=True) + (word >> (32 - DROP))) >> DROP) << DROP).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit

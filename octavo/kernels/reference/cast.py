@@ -25,6 +25,9 @@ from octavo.kernels.reference.random import random_bits
 ALIGN = 16
 """Rows and columns of GEMM operands are padded to multiples of this, in elements: FP8 tensor cores load 16 bytes at a time."""
 
+CHUNK = 1 << 16
+"""Elements that are worked on together: the many temporaries of integer arithmetic then stay in the cache of a CPU."""
+
 
 def amax(x: Tensor, *, block: int | None = None) -> Tensor:
     """max |x|, FP32: 0-d, or one per block of the last dim. NaN and infinity propagate; an empty `x` gives 0."""
@@ -86,7 +89,10 @@ def cast(
     y.clamp_(-fmt.max, fmt.max)
     if rounding == "stochastic" and fmt.mantissa_bits < 23:
         assert key is not None
-        y = round_stochastic(y, random_bits(key, offset, y.numel(), y.device).view(y.shape), fmt)
+        flat = y.view(-1)
+        for part in chunks(y.numel()):
+            word = random_bits(key, offset + part.start, part.stop - part.start, y.device)
+            flat[part] = round_stochastic(flat[part], word, fmt)
     codes = y.to(dtype)
     if stats is not None:
         stats[1] += ((x != 0) & (codes.float() == 0)).sum()
@@ -135,25 +141,36 @@ def pad_codes(codes: Tensor) -> Tensor:
 
 
 def round_stochastic(y: Tensor, word: Tensor, fmt: Format) -> Tensor:
-    """`y` (FP32, |y| <= max or NaN) rounded to a neighbour in `fmt`, as FP32; up where the top bits of `word` (int32) exceed
-    what is missing to the upper neighbour.
+    """`y` (FP32, |y| <= max or NaN) rounded to a neighbour in `fmt`, as FP32, by the top bits of `word` (int32).
 
-    Above `tiny` the FP32 magnitude is an integer on which the values of `fmt` are the multiples of 2^(23 - m): add a random
-    number below that and truncate. Below `tiny` they are the multiples of `smallest`.
+    In the integers that are the bits of |y|, the values of `fmt` are the multiples of 2^(23 - m): add a random number below that,
+    and truncate. Values below `tiny` are first moved up by `tiny`, into the binade with the spacing that subnormals have.
+    Choices are made by masks, because `torch.where` takes as long on CPU as all else here together.
     """
     drop = 23 - fmt.mantissa_bits
-    noise = (word >> (32 - drop)).bitwise_and_((1 << drop) - 1)
-    # Sign and magnitude: the carry of the sum moves away from zero, and never reaches the sign as |y| <= max.
-    rounded = (y.view(torch.int32) + noise).bitwise_and_(-1 << drop).view(torch.float32)
-    if fmt.min_exponent > -126:
-        magnitude = (y.abs().mul_(1 / fmt.smallest) + noise * 2.0**-drop).floor_().mul_(fmt.smallest)
-        rounded = torch.where(y.abs() < fmt.tiny, magnitude.copysign_(y), rounded)
-    return torch.where(y.isnan(), y, rounded)
+    magnitude = y.view(torch.int32) & 0x7FFFFFFF
+    sign = y.view(torch.int32) & -0x80000000
+    bits_of_tiny = _float_bits(fmt.tiny)
+    shift = (
+        ((magnitude - bits_of_tiny) >> 31)
+        .bitwise_and_(bits_of_tiny if fmt.min_exponent > -126 else 0)
+        .view(torch.float32)
+    )
+    rounded = magnitude.view(torch.float32).add_(shift).view(torch.int32)
+    rounded += (word >> (32 - drop)).bitwise_and_((1 << drop) - 1)
+    rounded &= -1 << drop
+    rounded = rounded.view(torch.float32).sub_(shift).view(torch.int32).bitwise_or_(sign).view(torch.float32)
+    return rounded.add_(y, alpha=0)  # NaN where `y` is NaN, nothing elsewhere: not even the sign of a zero changes
 
 
 def scale_shape(shape: torch.Size, block: int) -> tuple[int, ...]:
     """Shape of the blocked scale of a tensor of that shape."""
     return (*shape[:-1], -(-shape[-1] // block))
+
+
+def chunks(numel: int) -> list[slice]:
+    """Consecutive slices of at most CHUNK elements that cover a flat tensor."""
+    return [slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK)]
 
 
 @cache

@@ -36,11 +36,12 @@ def random_bits(key: Tensor, offset: int, numel: int, device: torch.device | str
 
     `key` is a 0-d int32 tensor on `device`; the result is int32 [numel].
     """
-    index = torch.arange(offset, offset + numel, dtype=torch.int64, device=device)
-    word = index.to(torch.int32).mul_(GOLDEN).add_(key)
-    if offset + numel > 2**32:
-        word += (index >> 32).to(torch.int32).mul_(HIGH)
-    return fmix32(word)
+    head = 2**31 - offset % 2**31
+    if numel > head:  # the high bits of the index change within
+        parts = (random_bits(key, offset, head, device), random_bits(key, offset + head, numel - head, device))
+        return torch.cat(parts)
+    first = _int32(offset * GOLDEN + (offset >> 32) * HIGH)
+    return fmix32(torch.arange(numel, dtype=torch.int32, device=device).mul_(GOLDEN).add_(key + first))
 
 
 def make_key(seed: int, step: Tensor | int, stream: Tensor | int, device: torch.device | str) -> Tensor:
