@@ -306,7 +306,7 @@ def test_weights_in_use_are_refused_before_anything_changes(seed):
     y = model[0].weight * 2
     view = model[2].weight.detach().view(-1)  # an alias of the memory alone does no harm
     saved = (model[2].weight.t() @ torch.randn(64, 3, requires_grad=True)).sum()
-    with pytest.raises(ValueError, match="unfinished|not run"):
+    with pytest.raises(ValueError, match="weights of 2 cannot change storage.*not run"):
         convert(model, O2)
     assert type(model[0]) is nn.Linear and type(model[2].weight) is nn.Parameter
     del y, saved
@@ -850,3 +850,43 @@ def test_every_reported_layer_is_named_once(seed):
     counts = Counter(report.fqn for report in convert_report(model))
     assert set(counts.values()) == {1} and set(itertools.islice(counts, 1)) == {"embedding"}
     assert str(convert_report(model)[0]).startswith("embedding: skipped, an embedding")
+
+
+@LEVELS
+def test_grad_scaler_skips_and_goes_on(recipe, seed):
+    """FP16 autocast with a loss scale that is too large at first, and once in the middle."""
+    model = mlp()
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    x, losses, scales = torch.randn(16, 64), [], []
+    for number in range(8):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (model(x) - 1).square().mean()
+        scaler.scale(loss * (1e6 if number == 4 else 1)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    assert losses[5] == losses[4] and scales[4] == scales[3] / 2, "the step with infinite gradients was skipped"
+    assert losses[-1] < losses[0]
+
+
+def test_conversion_after_compilation(seed):
+    """A model that was compiled before is compiled anew; one that is compiled can change dtype, load and be exported."""
+    model = mlp()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.randn(8, 64)).sum().backward()
+    convert(model, O2)
+    compiled(torch.randn(8, 64)).sum().backward()
+    assert isinstance(model[0].weight.grad, ScaledTensor)
+    model.bfloat16()
+    model.zero_grad()
+    compiled(torch.randn(8, 64, dtype=torch.bfloat16)).sum().backward()
+    assert isinstance(model[0].weight.grad, ScaledTensor) and model[0].weight.grad.dtype == torch.bfloat16
+    model.load_state_dict(model.state_dict())
+    export(model)
+    compiled(torch.randn(8, 64, dtype=torch.bfloat16)).sum().backward()
+    assert type(model[0].weight) is nn.Parameter

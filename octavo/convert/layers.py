@@ -31,7 +31,7 @@ def convert(model: nn.Module, recipe: str | Recipe = "O2", *, filter: Filter | N
     with a module that stays plain (a tied embedding) is multiplied in FP8 but stored plain.
 
     Raises `ValueError`, before anything changes, if the model has layers of another recipe, none that can be converted, or
-    weights that a compiled function or an unfinished backward pass refers to.
+    weights that a view or an unfinished backward pass holds.
     """
     recipe = get_recipe(recipe)
     modules = dict(model.named_modules())
@@ -129,9 +129,8 @@ def _check_replaceable(modules: dict[str, nn.Module]) -> None:
     ]
     if stuck:
         raise ValueError(
-            f"the weights of {', '.join(stuck[:4]) or 'the model'} cannot change storage: a compiled function, a view "
-            "or a backward pass that was not run refers to them; convert before torch.compile and before the first forward, "
-            "or delete the outputs of that forward"
+            f"the weights of {', '.join(stuck[:4]) or 'the model'} cannot change storage, because a backward "
+            "pass that was not run, a view or a weak reference holds them: convert before the first forward, or delete its outputs"
         )
 
 

@@ -31,14 +31,14 @@ def replace_parameter(param: Tensor, value: Tensor, grad: Tensor | None) -> None
     param.grad = grad
 
 
-_OWN_ATTRIBUTES = {"_is_param", "_octavo_cast", *ScaledTensor.__annotations__}
+_OWN_ATTRIBUTES = {"_is_param", "_octavo_cast", "_octavo_accumulates", *ScaledTensor.__annotations__}
 """Attributes that belong to the tensor under a parameter, not to its user."""
 
 
 def replaceable(param: Tensor) -> bool:
     """Whether `replace_parameter` can work: nothing but Python variables may refer to the tensor.
 
-    A compiled function (weak references) or saved tensors of an unfinished backward pass do.
+    Views, saved tensors of a backward pass that was not run and weak references do.
     """
     stand_in = nn.Parameter(torch.empty(0, dtype=param.dtype, device=param.device))
     try:
