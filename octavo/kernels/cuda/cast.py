@@ -71,7 +71,7 @@ def _load_scale(scale_ptr, index, valid, length, blocks, BLOCK: tl.constexpr):
     return scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset"])
 def _cast_kernel(
     x_ptr,
     scale_ptr,

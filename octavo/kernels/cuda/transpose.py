@@ -46,7 +46,7 @@ def _store_tile(codes, codes_ptr, codes_t_ptr, m, k, m_padded, k_padded, ROW: tl
         tl.store(codes_t_ptr + (k * m_padded)[:, None] + m[None, :], tl.trans(codes), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_k"])
 def _cast_transpose_kernel(
     x_ptr,
     scale_ptr,
@@ -92,7 +92,7 @@ def _cast_transpose_kernel(
     _store_tile(codes.to(tl.uint8, bitcast=True), codes_ptr, codes_t_ptr, m, k, m_padded, k_padded, ROW, COL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_k"])
 def _transpose_kernel(
     codes_ptr,
     codes_t_ptr,
