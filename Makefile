@@ -41,7 +41,7 @@ else
 endif
 
 demo: $(READY)
-	$(BIN)/octavo demo
+	OMP_WAIT_POLICY=passive $(BIN)/octavo demo
 
 lint: $(READY)
 	$(BIN)/ruff check .

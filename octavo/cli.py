@@ -16,6 +16,8 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from octavo.formats import NumericsError
 
 
@@ -36,7 +38,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return _fail(2, error)
     try:
         result = trainer.run()
-    except (NumericsError, OSError) as error:
+    except (NumericsError, OSError, torch.OutOfMemoryError) as error:
         return _fail(1, error)
     if result.val_loss is not None:
         print(f"training loss {result.train_loss:.4f} (last tenth), validation loss {result.val_loss:.4f}")
@@ -53,7 +55,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         return _fail(2, error)
     try:
         compare(trainers)
-    except (NumericsError, OSError) as error:
+    except (NumericsError, OSError, torch.OutOfMemoryError) as error:
         return _fail(1, error)
     return 0
 
@@ -73,6 +75,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _fail(code: int, error: Exception) -> int:
+    if isinstance(error, torch.OutOfMemoryError):
+        error = RuntimeError(
+            "the GPU has too little memory for this run: lower data.micro_batch and raise train.micro_batches by the same factor, "
+            f"or set model.recompute=full ({str(error).splitlines()[0]})"
+        )
     print(f"octavo: {error}", file=sys.stderr)
     return code
 

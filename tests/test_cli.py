@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from training import small_config, small_settings
 
 from octavo import cli
@@ -104,6 +105,17 @@ def test_failed_run_exits_1(
     assert str(error) in one_sentence(capsys)
 
 
+def test_too_little_gpu_memory_names_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(trainer: Trainer) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmany lines")
+
+    monkeypatch.setattr(Trainer, "run", fail)
+    assert train(tmp_path) == 1
+    assert "data.micro_batch" in one_sentence(capsys)
+
+
 def test_a_defect_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(trainer: Trainer) -> None:
         raise ValueError("a bug")
@@ -156,6 +168,8 @@ def test_demo_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_demo_can_be_repeated_but_takes_no_other_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["train.steps=6"]
     assert run_demo(tmp_path, *settings) == 0
+    assert run_demo(tmp_path, *settings, "data.path=/does/not/exist") == 2
+    assert (tmp_path / "run" / "O2" / "metrics.jsonl").exists()  # a mistake costs nothing
     assert run_demo(tmp_path, *settings) == 0
     capsys.readouterr()
     Trainer(small_config(tmp_path, "train.steps=2", f"out={tmp_path}/mine/O2")).run()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from training import assert_same_checkpoint, read_checkpoint, small_config
+from training import assert_same_checkpoint, newest, read_checkpoint, small_config
 
 from octavo.train import checkpoint
 from octavo.train.checkpoint import CheckpointError, check_match, latest, plain_tensors, read_meta, save
@@ -158,6 +158,23 @@ def test_load_refuses_another_model_before_it_changes_anything(tmp_path: Path) -
             checkpoint.load(found, trainer.model, trainer.optimizer)
         assert all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
         assert not trainer.optimizer.state
+
+
+def test_random_state_of_an_absent_device_is_not_needed(tmp_path: Path) -> None:
+    Trainer(small_config(tmp_path, "train.steps=2")).run()
+    trainer = Trainer(small_config(tmp_path, f"out={tmp_path}/other"))
+    state = torch.full((8,), 7, dtype=torch.uint8)
+    checkpoint.load(newest(small_config(tmp_path)), trainer.model, trainer.optimizer, {"random/cuda": state})
+    assert state.eq(7).all()
+
+
+def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    Trainer(small_config(tmp_path, "train.steps=2")).run()
+    found = newest(small_config(tmp_path))
+    (data,) = found.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ValueError, match="step-00000002 is damaged"):
+        Trainer(small_config(tmp_path, "train.steps=4"), resume=True)
 
 
 def test_mismatch_names_both_values() -> None:

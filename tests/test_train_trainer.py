@@ -241,6 +241,21 @@ def test_the_same_text_elsewhere_is_the_same_data(tmp_path: Path) -> None:
     assert Trainer(small_config(tmp_path, "train.steps=3", f"data.path={tmp_path}/copy.jsonl"), resume=True).step == 2
 
 
+def test_a_checkpoint_past_the_last_step_is_refused(tmp_path: Path) -> None:
+    Trainer(small_config(tmp_path, "train.steps=4")).run()
+    with pytest.raises(ValueError, match="past train.steps = 3: set it to 4 or more"):
+        Trainer(small_config(tmp_path, "train.steps=3"), resume=True)
+
+
+def test_replace_removes_nothing_before_the_run_begins(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "train.steps=4")
+    Trainer(config).run()
+    trainer = Trainer(small_config(tmp_path, "train.steps=2"), replace=True)
+    assert newest(config).name == "step-00000004"
+    trainer.run()
+    assert newest(config).name == "step-00000002"
+
+
 def test_absent_device_is_refused(tmp_path: Path) -> None:
     for name in ("cuda:99", "tpu"):
         with pytest.raises(ValueError, match=f"device={name}"):

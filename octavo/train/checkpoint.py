@@ -115,10 +115,12 @@ def load(
 ) -> None:
     """Fill model, optimizer state and `extra` from the checkpoint at `path`, in place and without a second copy.
 
-    Raises `ValueError`, before anything changes, when a tensor is missing or has another shape or dtype.
+    `extra` are tensors that need not be there, such as the random state of a device that the run did not have.
+    Raises `ValueError`: before anything changes when a tensor is missing or has another shape or dtype, later when a file is damaged.
     """
     saved: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {**plain_tensors(model, optimizer), **(extra or {})}
+    tensors = plain_tensors(model, optimizer)
+    tensors.update({name: tensor for name, tensor in (extra or {}).items() if name in saved})
     parameters = dict(model.named_parameters())
     fresh: list[tuple[nn.Parameter, str, str]] = []
     for key, entry in saved.items():
@@ -138,8 +140,11 @@ def load(
                 f"{path} holds {key} as {tuple(size)} {dtype}, and this run needs {tuple(tensor.shape)} {tensor.dtype}: "
                 "it was saved from another model or recipe"
             )
-    with _quiet_single_process():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+    try:
+        with _quiet_single_process():
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+    except dcp.CheckpointException as error:
+        raise ValueError(f"{path} is damaged: remove it, and --resume takes the checkpoint before it") from error
     for parameter, field, key in fresh:
         optimizer.state[parameter][field] = tensors[key]
     for name, scaling in _scalings(model).items():

@@ -8,7 +8,6 @@ there and tokens/s does not.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ KINDS = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
 def prepare(assignments: Sequence[str], seed: int) -> list[Trainer]:
-    """The two runs, BF16 first: the `demo` preset with `assignments` and `seed`. An earlier demo in their folders is removed.
+    """The two runs, BF16 first: the `demo` preset with `assignments` and `seed`. They replace an earlier demo in their folders.
 
     Raises `ValueError` for wrong assignments and wrong data.
     """
@@ -37,9 +36,7 @@ def prepare(assignments: Sequence[str], seed: int) -> list[Trainer]:
     if not config.recipe.converts:
         raise ValueError(f"recipe={config.recipe.name} is the baseline itself: choose another one to compare with it")
     pair = [replace(config, recipe=recipe, out=f"{config.out}/{recipe.name}") for recipe in (BASELINE, config.recipe)]
-    for run in pair:
-        _remove_earlier_demo(run)
-    return [Trainer(run) for run in pair]
+    return [Trainer(run, replace=_is_earlier_demo(run)) for run in pair]
 
 
 def compare(trainers: Sequence[Trainer]) -> None:
@@ -100,14 +97,12 @@ def format_table(names: Sequence[str], results: Sequence[RunResult], memory: Seq
     return "\n".join(lines)
 
 
-def _remove_earlier_demo(run: TrainConfig) -> None:
-    # A folder that is not an earlier run of the same name is the user's own; Trainer refuses it if it holds a run.
+def _is_earlier_demo(run: TrainConfig) -> bool:
+    """Whether the folder of `run` holds a run of the same name; any other one is the user's own, and `Trainer` refuses it."""
     try:
-        earlier = json.loads((Path(run.out) / "run.json").read_text())["config"]["name"]
+        return json.loads((Path(run.out) / "run.json").read_text())["config"]["name"] == run.name
     except (OSError, ValueError, KeyError):
-        return
-    if earlier == run.name:
-        shutil.rmtree(run.out)
+        return False
 
 
 def _bytes(value: Tensor | None) -> int:

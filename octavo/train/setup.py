@@ -34,9 +34,7 @@ class Data:
         )
         self._config, self._device = config, device
         self.vocab_size = tokenizer.vocab_size
-        self._train = TokenStream(
-            self._corpus.train, config.seq_len, config.micro_batch, seed=seed, pin_memory=device.type == "cuda"
-        )
+        self._train = TokenStream(self._corpus.train, config.seq_len, config.micro_batch, seed=seed)
         self._held_out()  # Too little held-out text is found now, not after the first thousand steps.
 
     @property
@@ -47,14 +45,20 @@ class Data:
     def next_batch(self) -> Batch:
         """The next micro-batch of training text, on the device."""
         inputs, targets = next(self._train)
-        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+        return self._send(inputs), self._send(targets)
 
     def validation(self, count: int) -> Iterator[Batch]:
         """`count` micro-batches of held-out text, the same ones at each call; fewer if there is less text."""
         stream = self._held_out()
         for _ in range(min(count, max(1, stream.windows // stream.batch_size))):
             inputs, targets = next(stream)
-            yield inputs.to(self._device), targets.to(self._device)
+            yield self._send(inputs), self._send(targets)
+
+    def _send(self, tokens: Tensor) -> Tensor:
+        if self._device.type != "cuda":
+            return tokens.to(self._device)
+        # Only a contiguous tensor in page-locked memory is copied without waiting for the device.
+        return tokens.contiguous().pin_memory().to(self._device, non_blocking=True)
 
     def _held_out(self) -> TokenStream:
         return TokenStream(self._corpus.validation, self._config.seq_len, self._config.micro_batch)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -78,16 +79,18 @@ class RunResult:
 class Trainer:
     """A run of `config`, from its beginning or, with `resume`, from its newest checkpoint if there is one.
 
-    Raises `ValueError` when the folder already holds a run and `resume` is False, when the checkpoint belongs to another recipe,
-    model or data, and when the text is missing, binary or too short.
+    With `replace`, `run` removes what the folder holds before it begins. Raises `ValueError` when the folder already holds a run
+    and neither is set, when the checkpoint belongs to another recipe, model or data or is past the last step, and when the text
+    is missing, binary or too short.
     """
 
-    def __init__(self, config: TrainConfig, *, resume: bool = False) -> None:
+    def __init__(self, config: TrainConfig, *, resume: bool = False, replace: bool = False) -> None:
         self.config = config
         self.folder = Path(config.out)
         self.step = 0
         self._checkpoints = self.folder / "checkpoints"
-        found = checkpoint.latest(self._checkpoints)
+        self._replace = replace
+        found = None if replace else checkpoint.latest(self._checkpoints)
         if found is not None and not resume:
             raise ValueError(
                 f"{config.out} already holds a run ({found.name}): pass --resume to continue it, or --set out=… for a new one"
@@ -100,6 +103,10 @@ class Trainer:
         if found is not None:
             meta = checkpoint.read_meta(found)
             checkpoint.check_match(found, meta["config"], self._settings)
+            if meta["step"] > config.train.steps:
+                raise ValueError(
+                    f"{found} is past train.steps = {config.train.steps}: set it to {meta['step']} or more"
+                )
         torch.manual_seed(config.seed)
         self.model = build_model(config, self.data.vocab_size, self.device)
         self.optimizer = build_optimizer(config, self.model)
@@ -128,6 +135,8 @@ class Trainer:
         checkpoint cannot be written; one that fails on the way is reported and training goes on.
         """
         config = self.config
+        if self._replace:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint.remove_leftovers(self._checkpoints)
         (self.folder / "run.json").write_text(json.dumps(self._info, indent=1) + "\n")
