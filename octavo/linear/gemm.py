@@ -271,6 +271,8 @@ def gemm(
     """`kernels.scaled_mm_nt` for any floating `dtype` and an unpadded bias."""
     out_dtype = dtype if dtype in GEMM_DTYPES else torch.float32
     if bias is not None:
-        bias = F.pad(bias.detach().to(out_dtype), (0, b.shape[0] - bias.shape[0]))
+        bias = bias.detach().to(out_dtype)
+        if bias.shape[0] < b.shape[0]:
+            bias = F.pad(bias, (0, b.shape[0] - bias.shape[0]))
     out = kernels.scaled_mm_nt(a, b, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias)
     return out if out_dtype == dtype else out.to(dtype)
