@@ -12,7 +12,8 @@ saved for backward, one byte an element, and not even that when the weight is fr
 14 bits: enough for fprop, whose error is not summed over steps, and too little for gradients (docs/numerics.md).
 
 The weight is cast once per optimizer step, not per micro-batch: its operand stays on the parameter (2 B an element) until the
-parameter changes. While `torch.compile` traces there is no such cache, and dgrad casts the weight again in backward: keeping
+parameter changes, or, in a loop that does not accumulate gradients, until its gradient is made, so that weights, gradients and
+optimizer states are all that is resident when the optimizer steps. While `torch.compile` traces there is no such cache, and dgrad casts the weight again in backward: keeping
 one transposed copy of each layer alive between forward and backward would cost more memory than it saves time. A master that
 is E4M3 itself is never cast, and its transpose lives for one GEMM only.
 
@@ -157,6 +158,17 @@ def drop_weight_cache(params: Iterable[Tensor]) -> None:
         param.__dict__.pop("_octavo_cast", None)
 
 
+def _release_operand(weight: Tensor) -> None:
+    """Called in backward: free the FP8 operands of `weight`, unless another micro-batch will read them before it changes.
+
+    That is known once a gradient was found waiting: then the weight belongs to a loop that accumulates, now and in later steps.
+    """
+    accumulates = weight.grad is not None or getattr(weight, "_octavo_accumulates", False)
+    weight._octavo_accumulates = accumulates  # type: ignore[attr-defined]
+    if not accumulates:
+        drop_weight_cache([weight])
+
+
 def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = None) -> ScaledTensor:
     """A gradient as E4M3 codes with a fresh power-of-two scale, ready to accumulate; all NaN if a value is not finite.
 
@@ -255,6 +267,8 @@ class LinearFunction(torch.autograd.Function):
             dw = scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"))
         elif dw is not None:
             dw = dw.to(weight.dtype)
+        if need_w and ctx.version is not None:
+            _release_operand(weight)
         return dx, dw, db, None, None, None
 
 
