@@ -155,7 +155,8 @@ class LogConfig:
     every: int = 10
     """Steps between log lines; the loss and gradient norm of each step are recorded all the same."""
     stats_every: int | None = 100
-    """Steps between counts of saturated and flushed values by layer group; none never counts."""
+    """Steps between counts of saturated and flushed values by layer group; none never counts. A step that counts runs uncompiled,
+    so it takes more time and memory than others."""
     tensorboard: bool = True
     """Also write TensorBoard events, when the `tensorboard` package is installed."""
 
