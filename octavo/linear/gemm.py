@@ -12,10 +12,11 @@ saved for backward, one byte an element, and not even that when the weight is fr
 14 bits: enough for fprop, whose error is not summed over steps, and too little for gradients (docs/numerics.md).
 
 The weight is cast once per optimizer step, not per micro-batch: its operand stays on the parameter (2 B an element) until the
-parameter changes, or, in a loop that does not accumulate gradients, until its gradient is made, so that weights, gradients and
-optimizer states are all that is resident when the optimizer steps. While `torch.compile` traces there is no such cache, and dgrad casts the weight again in backward: keeping
-one transposed copy of each layer alive between forward and backward would cost more memory than it saves time. A master that
-is E4M3 itself is never cast, and its transpose lives for one GEMM only.
+parameter changes. In a loop that does not accumulate gradients nobody would read it again, so there it goes as soon as the
+gradient is made, and weights, gradients and optimizer states are all that is resident when the optimizer steps. While
+`torch.compile` traces there is no such cache, and dgrad casts the weight again in backward: keeping one transposed copy of each
+layer alive between forward and backward would cost more memory than it saves time. A master that is E4M3 itself is never cast,
+and its transpose lives for one GEMM only.
 
 Non-finite values stay visible although every cast saturates: an operand that holds one gets the scale NaN, so that all that
 is computed from it is NaN, as an infinity in BF16 would become one layer later.

@@ -103,7 +103,7 @@ def uncast(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, *, 
     """codes / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`, contiguous."""
     if block is not None:
         return (codes.float().contiguous() / _spread(scale, block, codes.shape)).to(dtype)
-    if codes.itemsize == 1 and codes.device.type == "cpu":
+    if codes.itemsize == 1 and codes.device.type == "cpu" and type(codes) is Tensor:  # (a traced tensor cannot meet a real table)
         # One table look-up replaces conversion, division and rounding, each a pass over memory.
         return _look_up((code_values(codes.dtype) / scale).to(dtype), codes)
     return (codes.float().contiguous() / scale).to(dtype)
