@@ -81,7 +81,7 @@ def main() -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         failed = [run for run, code in zip(runs, pool.map(execute, runs), strict=True) if code]
     for run in failed:
-        print(f"{run.recipe}, seed {run.seed} failed: see {run.folder}.log")
+        print(f"{run.recipe}, seed {run.seed} did not finish: see {run.folder}.log; the same command continues it")
     rows = [read_row(run, arguments.preset) for run in runs if run not in failed]
     write_csv(arguments.out / "loss_parity.csv", rows)
     print(summary(rows, arguments.recipes))
@@ -106,7 +106,9 @@ def train(run: Run, arguments: argparse.Namespace, slot: int) -> int:
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{run.folder}.log", "w") as log:
         code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-    print(f"{run.recipe}, seed {run.seed}: {'done' if code == 0 else f'exit code {code}'}", flush=True)
+    if code == 0 and not any("val_loss" in record for record in read_metrics(run.folder / "metrics.jsonl")):
+        code = 1  # a signal stopped it, which is no failure of the run, but leaves nothing to compare
+    print(f"{run.recipe}, seed {run.seed}: {'done' if code == 0 else 'not finished'}", flush=True)
     return code
 
 
