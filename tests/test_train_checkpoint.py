@@ -41,10 +41,14 @@ def some_tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def some_meta(step: int) -> dict[str, Any]:
+    return {"step": step, "config": {"seed": 0}, "stream": {"position": 0}}
+
+
 def test_round_trip_is_exact(tmp_path: Path, seed: int) -> None:
-    tensors = some_tensors()
-    path = save(tmp_path, 7, tensors, {"step": 7}, keep=1)
-    assert path.name == "step-00000007" and read_meta(path) == {"step": 7}
+    tensors, meta = some_tensors(), some_meta(7)
+    path = save(tmp_path, 7, tensors, meta, keep=1)
+    assert path.name == "step-00000007" and read_meta(path) == meta
     saved = read_checkpoint(path)
     assert saved.keys() == tensors.keys()
     assert all(torch.equal(saved[name], tensors[name].reshape(-1).view(torch.uint8)) for name in tensors)
@@ -72,10 +76,10 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("room", [0, 300, 5000])
 def test_full_disk_leaves_the_last_good_one(tmp_path: Path, room: int) -> None:
     """Whether the first or a later file is the one that does not fit."""
-    good = save(tmp_path, 1, some_tensors(), {"step": 1}, keep=1)
+    good = save(tmp_path, 1, some_tensors(), some_meta(1), keep=1)
     before = read_checkpoint(good)
     with largest_file(room), pytest.raises(CheckpointError) as error:
-        save(tmp_path, 2, {"big": torch.zeros(10_000), **some_tensors()}, {"step": 2}, keep=1)
+        save(tmp_path, 2, {"big": torch.zeros(10_000), **some_tensors()}, some_meta(2), keep=1)
     message = str(error.value)
     assert "\n" not in message and "step 2" in message and "MB" in message and str(good) in message
     assert os.listdir(tmp_path) == [good.name]
@@ -87,7 +91,7 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monk
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match="No space left"):
-        save(tmp_path, 1, some_tensors(), {"step": 1}, keep=1)
+        save(tmp_path, 1, some_tensors(), some_meta(1), keep=1)
     assert os.listdir(tmp_path) == []
 
 
@@ -117,11 +121,11 @@ def test_death_at_any_moment_leaves_a_good_one(
             raise Killed
         return real(*arguments, **keywords)
 
-    save(tmp_path, 1, some_tensors(), {"step": 1}, keep=1)
+    save(tmp_path, 1, some_tensors(), some_meta(1), keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, die)
         with contextlib.suppress(Killed):
-            save(tmp_path, 2, some_tensors(), {"step": 2}, keep=1)
+            save(tmp_path, 2, some_tensors(), some_meta(2), keep=1)
     found = checkpoint.checkpoints(tmp_path)
     assert found
     for path in found:
@@ -174,6 +178,29 @@ def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     (data,) = found.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ValueError, match="step-00000002 is damaged"):
+        Trainer(small_config(tmp_path, "train.steps=4"), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("meta.json", b"{}"),
+        ("meta.json", b"xx"),
+        ("meta.json", b"\xff"),
+        ("meta.json", None),
+        (".metadata", b""),
+        (".metadata", b"xx"),
+        (".metadata", None),
+        ("*", None),
+    ],
+)
+def test_damage_to_any_file_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
+    Trainer(small_config(tmp_path, "train.steps=2")).run()
+    for path in newest(small_config(tmp_path)).glob(name):
+        path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="step-00000002 is damaged: remove it, and --resume takes the checkpoint before"
+    ):
         Trainer(small_config(tmp_path, "train.steps=4"), resume=True)
 
 

@@ -33,6 +33,8 @@ from octavo.scaling import DelayedScaling
 from octavo.tensor import ScaledTensor
 
 META = "meta.json"
+ENTRIES = {"step": int, "config": dict, "stream": dict}
+"""What `META` must hold for a run to go on."""
 TEMPORARY = ".tmp-"
 FIXED = ("recipe", "model", "data", "seed")
 """Groups of the config that a resumed run may not change: they decide what the tensors and the data position mean."""
@@ -118,7 +120,12 @@ def load(
     `extra` are tensors that need not be there, such as the random state of a device that the run did not have.
     Raises `ValueError`: before anything changes when a tensor is missing or has another shape or dtype, later when a file is damaged.
     """
-    saved: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    try:
+        saved: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except PermissionError:
+        raise
+    except Exception as error:  # It is a pickle, and a damaged one can raise anything.
+        raise _damaged(path) from error
     tensors = plain_tensors(model, optimizer)
     tensors.update({name: tensor for name, tensor in (extra or {}).items() if name in saved})
     parameters = dict(model.named_parameters())
@@ -144,7 +151,7 @@ def load(
         with _quiet_single_process():
             dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
     except dcp.CheckpointException as error:
-        raise ValueError(f"{path} is damaged: remove it, and --resume takes the checkpoint before it") from error
+        raise _damaged(path) from error
     for parameter, field, key in fresh:
         optimizer.state[parameter][field] = tensors[key]
     for name, scaling in _scalings(model).items():
@@ -153,9 +160,18 @@ def load(
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON of a checkpoint."""
-    with open(path / META) as file:
-        return json.load(file)
+    """The JSON of a checkpoint. Raises `ValueError` if it is damaged."""
+    try:
+        meta = json.loads((path / META).read_text())
+    except (FileNotFoundError, ValueError) as error:
+        raise _damaged(path) from error
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in ENTRIES.items()):
+        raise _damaged(path)
+    return meta
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"{path} is damaged: remove it, and --resume takes the checkpoint before it")
 
 
 def check_match(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
