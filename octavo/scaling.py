@@ -96,11 +96,17 @@ class DelayedScaling:
         """Says that this step will record. Only for a compiled backward pass, which can write tensors but no attributes."""
         self._recorded = True
 
-    def update(self) -> None:
-        """Ends the step: the pending maximum enters the window."""
+    def update(self, done: Tensor | None = None) -> None:
+        """Ends the step: the pending maximum enters the window, unless `done` (bool, 0-d, on any device) is false.
+
+        A step that was not done leaves window and scale as they were. The warm-up counts it: the host does not know of it.
+        """
         if not self._recorded:
             return
-        self.history.copy_(torch.cat([self.pending.view(1), self.history[:-1]]))
+        history = torch.cat([self.pending.view(1), self.history[:-1]])
+        if done is not None:
+            history = torch.where(done.to(history.device), history, self.history)
+        self.history.copy_(history)
         self.held.copy_(delayed_amax(self.history, self.held))
         self.pending.zero_()
         self._recorded = False

@@ -811,6 +811,36 @@ def test_delayed_scales_move_with_the_optimizer(seed):
     assert model[0].input_scaling.updates == model[2].grad_output_scaling.updates == 3
 
 
+def test_a_skipped_step_leaves_delayed_scales(seed):
+    model = mlp()
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), DELAYED)
+    step(model, optimizer, seed)
+    scaling = model[0].input_scaling
+    history, held = scaling.history.clone(), scaling.held.clone()
+    for skipped in (1, 2):
+        (model(100 * torch.randn(16, 64)).sum() * float("inf")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.skipped_steps == skipped
+        assert torch.equal(scaling.history, history) and scaling.held == held and scaling.pending == 0
+    step(model, optimizer, seed + 1)
+    assert torch.equal(scaling.history[1:], history[:-1]) and 0 < scaling.history[0] < 50
+
+
+def test_arguments_in_the_wrong_place_are_named(seed):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for wrong in [("O1", "O1"), ("O2",)]:
+        with pytest.raises(TypeError, match=r"optimizer is 'O\d'.*initialize\(model, recipe"):
+            initialize(model, *wrong)
+    with pytest.raises(TypeError, match="model is a AdamW"):
+        initialize(optimizer, model)
+    for call in (convert, initialize):
+        with pytest.raises(TypeError, match=r"filter is \['0'\].*lambda"):
+            call(model, filter=["0"])
+    assert not converted(model)
+
+
 @LEVELS
 def test_B13_strided_gradients_update_as_contiguous_ones(recipe, seed):
     """Gradients and parameters in any memory layout give the same step, bit for bit."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from octavo.convert.layers import convert
+from octavo.convert.layers import check_arguments, convert
 from octavo.convert.policy import Filter
 from octavo.linear import FP8Linear
 from octavo.optim import Adam, AdamW
@@ -36,8 +36,15 @@ def initialize(
             with O1, where it sees plain parameters and FP8 gradients. With `scaling="delayed"` the optimizer's step moves the
             scales of the model on.
 
-    Raises `ValueError`, before anything changes, if the optimizer cannot work with the recipe, or `convert` cannot.
+    Raises `ValueError`, before anything changes, if the optimizer cannot work with the recipe, or `convert` cannot; `TypeError`
+    for an argument in the place of another.
     """
+    check_arguments(model, filter)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is {optimizer!r:.80}, but it must be a torch.optim.Optimizer or None: "
+            "call initialize(model, optimizer, recipe), or initialize(model, recipe=...) without an optimizer"
+        )
     recipe = get_recipe(recipe)
     if optimizer is not None:
         _check_optimizer(optimizer, recipe)
@@ -123,9 +130,17 @@ class _Replaced:
 
 def _update_scales_after_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    before: Tensor | None = None
+
+    def note(*_: Any) -> None:
+        nonlocal before
+        before = optimizer.skipped_steps if isinstance(optimizer, AdamW) else None
 
     def update(*_: Any) -> None:
+        # Compared on the device: the host never learns whether the step was skipped.
+        done = None if before is None else optimizer.skipped_steps == before.to(optimizer.skipped_steps.device)
         for layer in layers:
-            layer.update_scaling()
+            layer.update_scaling(done)
 
+    optimizer.register_step_pre_hook(note)
     optimizer.register_step_post_hook(update)

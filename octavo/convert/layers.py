@@ -31,8 +31,9 @@ def convert(model: nn.Module, recipe: str | Recipe = "O2", *, filter: Filter | N
     with a module that stays plain (a tied embedding) is multiplied in FP8 but stored plain.
 
     Raises `ValueError`, before anything changes, if the model has layers of another recipe, none that can be converted, or
-    weights that a view or an unfinished backward pass holds.
+    weights that a view or an unfinished backward pass holds; `TypeError` if `model` is no module or `filter` no function.
     """
+    check_arguments(model, filter)
     recipe = get_recipe(recipe)
     modules = dict(model.named_modules())
     _check_recipe(modules, recipe)
@@ -82,6 +83,17 @@ def export(model: nn.Module) -> nn.Module:
     for layer in layers.values():
         layer.release()
     return model
+
+
+def check_arguments(model: nn.Module, filter: Filter | None) -> None:
+    """Raises `TypeError` if `model` is no module or `filter` no function."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, but it must be a torch.nn.Module: the model is the first argument")
+    if filter is not None and not callable(filter):
+        raise TypeError(
+            f"filter is {filter!r:.80}, but it must be a function (module, name) -> bool: "
+            "to choose layers by name, pass filter=lambda module, name: name in [...]"
+        )
 
 
 def _check_recipe(modules: dict[str, nn.Module], recipe: Recipe) -> None:

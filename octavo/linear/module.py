@@ -87,7 +87,8 @@ class FP8Linear(nn.Linear):
         return self.recipe.grad if self.exclusive else None
 
     def forward(self, x: Tensor) -> Tensor:
-        k, n = self.weight.shape if self.input_first else self.weight.shape[::-1]
+        weight = self.weight  # once: a parametrization computes it anew, and without gradient under `no_grad`
+        k, n = weight.shape if self.input_first else weight.shape[::-1]
         if x.shape[-1:] != (k,) or not x.is_floating_point():
             raise ValueError(f"the layer takes floating [..., {k}], but the input is {x.dtype} {tuple(x.shape)}")
         backward = torch.is_grad_enabled()
@@ -106,9 +107,9 @@ class FP8Linear(nn.Linear):
             self.stats,
         )
         with torch.no_grad():
-            x_operand = self._input_operand(x, flat, wgrad=backward and self.weight.requires_grad, record=backward)
-            w_operand = self._weight_operand(dgrad=backward and x.requires_grad)
-        return LinearFunction.apply(flat, self.weight, self.bias, x_operand, w_operand, gemms).reshape(*x.shape[:-1], n)
+            x_operand = self._input_operand(x, flat, wgrad=backward and weight.requires_grad, record=backward)
+            w_operand = self._weight_operand(weight, dgrad=backward and x.requires_grad)
+        return LinearFunction.apply(flat, weight, self.bias, x_operand, w_operand, gemms).reshape(*x.shape[:-1], n)
 
     def _input_operand(self, x: Tensor, flat: Tensor, wgrad: bool, record: bool) -> Operand:
         """The operand of the input; its transpose only for wgrad. Only a forward with gradients counts for later scales."""
@@ -129,13 +130,13 @@ class FP8Linear(nn.Linear):
             x._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
         return operand
 
-    def _weight_operand(self, dgrad: bool) -> Operand:
+    def _weight_operand(self, weight: Tensor, dgrad: bool) -> Operand:
         """The operand of the weight; with the half that dgrad reads, if that can stay until then."""
         fmt = self.recipe.weight
         assert fmt is not None
         dgrad = dgrad and not is_compiling()
         return weight_operand(
-            self.weight,
+            weight,
             fmt,
             power_of_two=self.recipe.power_of_two,
             row=dgrad or not self.input_first,
@@ -171,10 +172,10 @@ class FP8Linear(nn.Linear):
         if self.recipe.scaling == "delayed":
             self.input_scaling, self.grad_output_scaling = DelayedScaling(), DelayedScaling()
 
-    def update_scaling(self) -> None:
-        """Let the maxima of the step just done enter the windows; once for each optimizer step."""
+    def update_scaling(self, done: Tensor | None = None) -> None:
+        """Let the maxima of a step enter the windows, unless `done` (bool, 0-d) is false; once for each optimizer step."""
         for _, scaling in self._scalings():
-            scaling.update()
+            scaling.update(done)
 
     # --- what nn.Module does with a layer
 
