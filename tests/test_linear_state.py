@@ -20,6 +20,9 @@ from fp8_layers import (
     scaling_state,
 )
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from octavo import kernels
@@ -122,6 +125,18 @@ def test_weight_is_cast_once_per_optimizer_step(recipe, recompute, seed, monkeyp
 
 
 @LEVELS
+def test_frozen_weight_keeps_no_fp8_copy_after_backward(recipe, seed):
+    layer = make(64, 96, recipe)
+    layer.weight.requires_grad_(False)
+    for _ in range(2):
+        x = torch.randn(8, 64, requires_grad=True)
+        y = layer(x)
+        assert "_octavo_cast" in layer.weight.__dict__
+        y.sum().backward()
+        assert x.grad.count_nonzero() and "_octavo_cast" not in layer.weight.__dict__
+
+
+@LEVELS
 def test_weight_cache_is_dropped_by_whatever_changes_the_weight(recipe, seed):
     layer, x = make(64, 64, recipe), torch.randn(8, 64)
     y = layer(x)
@@ -206,6 +221,30 @@ def test_layer_used_twice(recipe, seed):
         module(torch.tanh(module(x))).square().sum().backward()
     assert isinstance(layer.weight.grad, ScaledTensor)
     assert relative(layer.weight.grad, plain.weight.grad) < 0.12
+
+
+@LEVELS
+@pytest.mark.filterwarnings("error")
+def test_weight_computed_from_parameters(recipe, seed):
+    def check(layer: nn.Module, y: Tensor) -> None:
+        y.square().sum().backward()
+        grads = [param.grad for param in layer.parameters()]
+        assert y.isfinite().all() and all(grad is not None and grad.isfinite().all() for grad in grads)
+
+    x = torch.randn(8, 64)
+    pruned = make(64, 48, recipe)
+    prune.random_unstructured(pruned, "weight", 0.5)
+    check(pruned, pruned(x))
+    normed = make(64, 48, recipe)
+    expected = normed(x)
+    weight_norm(normed)
+    assert relative(normed(x), expected) < 0.05
+    check(normed, normed(x))
+    layer = make(64, 48, recipe)
+    weight = layer.weight * 2
+    y = functional_call(layer, {"weight": weight}, (x,))
+    assert relative(y - layer.bias, 2 * (layer(x) - layer.bias)) < 1e-5
+    check(layer, y)
 
 
 @LEVELS

@@ -13,7 +13,8 @@ saved for backward, one byte an element, and not even that when the weight is fr
 
 The weight is cast once per optimizer step, not per micro-batch: its operand stays on the parameter (2 B an element) until the
 parameter changes. In a loop that does not accumulate gradients nobody would read it again, so there it goes as soon as the
-gradient is made, and weights, gradients and optimizer states are all that is resident when the optimizer steps. While
+gradient is made, and weights, gradients and optimizer states are all that is resident when the optimizer steps. That of a frozen
+weight goes after its dgrad, and is cast again for the next micro-batch: a frozen base should cost its storage and no more. While
 `torch.compile` traces there is no such cache, and dgrad casts the weight again in backward: keeping one transposed copy of each
 layer alive between forward and backward would cost more memory than it saves time. A master that is E4M3 itself is never cast,
 and its transpose lives for one GEMM only.
@@ -163,7 +164,10 @@ def _release_operand(weight: Tensor) -> None:
     """Called in backward: free the FP8 operands of `weight`, unless another micro-batch will read them before it changes.
 
     That is known once a gradient was found waiting: then the weight belongs to a loop that accumulates, now and in later steps.
+    A weight that never gets a gradient, frozen or computed from other parameters, is freed always.
     """
+    if not (weight.requires_grad and weight.is_leaf):
+        return drop_weight_cache([weight])
     accumulates = weight.grad is not None or getattr(weight, "_octavo_accumulates", False)
     weight._octavo_accumulates = accumulates  # type: ignore[attr-defined]
     if not accumulates:
@@ -268,7 +272,7 @@ class LinearFunction(torch.autograd.Function):
             dw = scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"))
         elif dw is not None:
             dw = dw.to(weight.dtype)
-        if need_w and ctx.version is not None:
+        if ctx.version is not None and (need_w or not weight.requires_grad):
             _release_operand(weight)
         return dx, dw, db, None, None, None
 

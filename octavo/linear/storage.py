@@ -59,8 +59,11 @@ def store_gradient(param: Tensor) -> None:
 
 
 def watch_gradient(param: Tensor) -> None:
-    """Registers `store_gradient` on `param`, once. A frozen parameter is watched too: it may be unfrozen at any time."""
-    if store_gradient not in (param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+    """Registers `store_gradient` on `param`, once. A frozen parameter is watched too: it may be unfrozen at any time.
+
+    A weight computed from parameters (pruning, weight norm) keeps no gradient of its own, and is left alone.
+    """
+    if param.is_leaf and store_gradient not in (param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
         requires_grad = param.requires_grad
         param.requires_grad_(True).register_post_accumulate_grad_hook(store_gradient)
         param.requires_grad_(requires_grad)

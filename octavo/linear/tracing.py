@@ -34,7 +34,7 @@ def _hide(_: Any = None) -> None:
     for layer in layers:
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        if isinstance(weight.grad, ScaledTensor):
+        if weight.is_leaf and isinstance(weight.grad, ScaledTensor):
             _aside.append((weight, weight.grad))
             weight.grad = None
 
