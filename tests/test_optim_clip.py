@@ -100,6 +100,15 @@ def test_small_inputs_and_errors(seed):
         clip_grad_norm_(params, -1.0)
 
 
+@pytest.mark.parametrize("fmt", [E4M3, FP16])
+@pytest.mark.parametrize("max_norm", [0.0, 1e-300, 1e-38])
+def test_a_tiny_norm_leaves_finite_scales(seed, max_norm, fmt):
+    params = parameters(cast(torch.randn(9, 40), fmt), cast(torch.randn(9, 40), fmt, block=16))
+    clip_grad_norm_(params, max_norm)
+    assert all((p.grad.scale.isfinite() & (p.grad.scale > 0)).all() for p in params)
+    assert real(params).abs().max() <= (2.0**-100 if max_norm else 0.0)
+
+
 def test_chunks_add_up(seed, monkeypatch):
     import octavo.optim.clip as clip
 

@@ -38,8 +38,8 @@ def clip_grad_norm_(params: Tensor | Iterable[Tensor], max_norm: float, norm_typ
     factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0).float()
     for grad in grads:
         local = factor.to(grad.device, non_blocking=True)
-        if isinstance(grad, ScaledTensor):
-            grad.scale.div_(local)
+        if isinstance(grad, ScaledTensor) and max_norm > 0:
+            grad.scale.div_(local).clamp_(2.0**-126, 2.0**126)  # a factor may underflow, but scales stay finite
             increment_version(grad)
         else:
             grad.mul_(local)
