@@ -539,6 +539,11 @@ def test_deepcopy_continues_alike(seed):
         ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0.1"),
         ({"eps": -1e-8}, "eps is -1e-08"),
         ({"weight_decay": -0.1}, "weight_decay -0.1"),
+        ({"betas": (0.9, 0.95, 0.9)}, "betas has 3 elements"),
+        ({"eps": math.inf}, "eps is inf"),
+        ({"weight_decay": math.inf}, "weight_decay inf"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"seed": 1.5}, "seed is 1.5"),
         ({"recipe": "O9"}, "no recipe is called 'O9'"),
     ],
 )

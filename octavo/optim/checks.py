@@ -15,16 +15,20 @@ from octavo.tensor import ScaledTensor, uncast
 
 def check_group(group: dict[str, Any]) -> None:
     """Raises `ValueError` if a hyper-parameter or a parameter of the group is none that octavo can optimize."""
-    lr, betas, eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+    lr, betas, eps, weight_decay, seed = (group[key] for key in ("lr", "betas", "eps", "weight_decay", "seed"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr has {lr.numel()} elements: pass a number or a tensor of one element")
     if not 0 <= float(lr) < float("inf"):
         raise ValueError(f"lr is {float(lr)}: it must be finite and not negative; to ascend, pass maximize=True")
+    if len(betas) != 2:
+        raise ValueError(f"betas has {len(betas)} elements: pass the pair (beta1, beta2)")
     for index, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{index}] is {beta}: it must be in [0, 1)")
-    if not eps >= 0 or not weight_decay >= 0:
-        raise ValueError(f"eps is {eps} and weight_decay {weight_decay}: neither may be negative")
+    if not 0 <= eps < float("inf") or not 0 <= weight_decay < float("inf"):
+        raise ValueError(f"eps is {eps} and weight_decay {weight_decay}: both must be finite and not negative")
+    if not isinstance(seed, int):
+        raise ValueError(f"seed is {seed!r}: it must be an int")
     params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     for index, param in enumerate(params):
         name, param = param if isinstance(param, tuple) else (f"parameter {index}", param)
