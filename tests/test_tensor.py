@@ -161,6 +161,7 @@ def test_errors_say_what_to_do():
     codes, scale = torch.zeros(4, 8, dtype=torch.float8_e4m3fn), torch.ones(())
     cases = {
         "x.float\\(\\)": lambda: cast(torch.ones(3, dtype=torch.int64), E4M3),
+        "fmt is 'e4m3'.*E4M3, E5M2": lambda: cast(torch.ones(3), "e4m3"),
         "keep the plain tensor": lambda: cast(torch.ones(3), FP32),
         "block is 0": lambda: cast(torch.ones(3), E4M3, block=0),
         "codes are torch.float32": lambda: ScaledTensor(torch.ones(3), scale),
@@ -176,6 +177,21 @@ def test_errors_say_what_to_do():
             action()
     with pytest.raises(NotImplementedError, match="changes the shape"):
         cast(torch.ones(2, 3), FP16).t_()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_scales_that_cannot_be(value):
+    for scale in (value, torch.tensor(value)):
+        with pytest.raises(ValueError, match=f"scale is {value}"):
+            cast(torch.ones(3), E4M3, scale)
+    with pytest.raises(ValueError, match=f"scale is {value}"):
+        cast(torch.ones(2, 8), E4M3, torch.tensor([[1.0, 2.0], [value, 1.0]]), block=4)
+
+
+def test_a_scale_may_be_a_number(seed):
+    x = torch.randn(30)
+    a, b = cast(x, E4M3, 8.0), cast(x, E4M3, torch.tensor(8.0))
+    assert torch.equal(a.codes.float(), b.codes.float()) and a.scale == b.scale
 
 
 def test_looks_like_a_tensor(seed):

@@ -212,7 +212,7 @@ class ScaledTensor(Tensor):
 def cast(
     x: Tensor,
     fmt: Format,
-    scale: Tensor | None = None,
+    scale: Tensor | float | None = None,
     rounding: str = "nearest",
     *,
     block: int | None = None,
@@ -226,25 +226,39 @@ def cast(
     Args:
         x: any shape and floating dtype.
         fmt: E4M3, E5M2, FP16 or BF16.
-        scale: FP32; 0-d, or one per block. None takes the largest power of two with which the tensor (or block) does not
+        scale: a number, or FP32; 0-d, or one per block; finite and positive. None takes the largest power of two with which the tensor (or block) does not
             saturate; if a value is not finite, all codes (of the block) are NaN and the scale is 1.
         rounding, key, offset, block: see `kernels.cast`.
         dtype: logical dtype of the result; default that of `x`.
         residual_on_add: see `ScaledTensor`.
 
-    Raises `ValueError` if `x` is not floating, `fmt` needs no scale, or the rest does not fit together.
+    Raises `ValueError` if `x` is not floating, `fmt` is no format that needs a scale, the scale is a number or in CPU memory and
+    not finite and positive (on a GPU, looking would wait for it), or the rest does not fit together.
     """
     if not x.is_floating_point():
         raise ValueError(f"cast takes floating-point values, but x is {x.dtype}: convert it first, x.float()")
+    if not isinstance(fmt, Format):
+        raise ValueError(f"fmt is {fmt!r}, which is no Format: use octavo.E4M3, E5M2, FP16 or BF16")
     if fmt is FP32:
         raise ValueError("FP32 needs no scale: keep the plain tensor, or cast to E4M3, E5M2, FP16 or BF16")
     real = uncast(x.detach(), torch.float32) if isinstance(x, ScaledTensor) else x
     if scale is None:
         scale, multiplier = fresh_scale(real, fmt, block)
     else:
-        scale, multiplier = scale.clone(), scale  # the result changes its own when it is written
+        multiplier = _usable_scale(scale, x.device)
+        scale = multiplier.clone()  # the result changes its own when it is written
     codes = kernels.cast(real, multiplier, fmt.dtype, rounding=rounding, key=key, offset=offset, block=block)
     return ScaledTensor(codes, scale, dtype or x.dtype, block=block, residual_on_add=residual_on_add)
+
+
+def _usable_scale(scale: Tensor | float, device: torch.device) -> Tensor:
+    """`scale` as a tensor, a number as FP32 on `device`; checked if that does not wait for a device and there is a value to see."""
+    tensor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float32)
+    if type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = tensor[~((tensor > 0) & tensor.isfinite())]
+        if wrong.numel():
+            raise ValueError(f"scale is {wrong[0].item()}: it must be finite and positive; None chooses it")
+    return tensor if isinstance(scale, Tensor) else tensor.to(device)
 
 
 def uncast(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
