@@ -46,6 +46,8 @@ def test_train_and_resume_exit_0(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["data.tokenizer=/does/not/exist.json"], ["/does/not/exist.json"]),
         (["device=cuda:99"], ["cuda:99"]),
         (["model.vocab_size=8"], ["model.vocab_size", "8", "257"]),
+        ([f"out={__file__}"], ["out=", f"{__file__} is a file"]),
+        ([f"out={__file__}/run"], [f"{__file__} is a file"]),
     ],
 )
 def test_wrong_setting_exits_2(
@@ -67,7 +69,11 @@ def test_wrong_preset_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     [
         ("empty.txt", b"", "empty"),
         ("binary.txt", bytes(range(256)) * 64, "binary.txt"),
-        ("short.txt", b"one line", "tokens"),
+        (
+            "short.txt",
+            b"one line",
+            "short.txt gives 8 tokens of training text and 1 held out, and each side needs the 17",
+        ),
     ],
 )
 def test_unusable_text_exits_2(

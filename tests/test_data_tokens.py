@@ -178,7 +178,7 @@ def test_a_failure_leaves_nothing_behind(corpus):
         def decode(self, ids):
             return ""
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=rf"{cache} \(No space left on device\): free space"):
         prepare(folder, Failing(), cache)
     assert list(cache.iterdir()) == []
     (folder / "bad.jsonl").write_text("{")

@@ -215,6 +215,15 @@ def test_mismatch_names_both_values() -> None:
         check_match(Path("p"), saved, {**saved, "seed": 1})
 
 
+def test_another_text_is_named(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "train.steps=2")
+    Trainer(config).run()
+    with open(config.data.path, "a") as text:
+        text.write('"one more document"\n')
+    with pytest.raises(ValueError, match=f"text .data.path = {config.data.path}.*not the one that the run was started"):
+        Trainer(config, resume=True)
+
+
 def test_size_does_not_grow_with_steps(tmp_path: Path) -> None:
     """F14: the state is of constant size."""
     sizes = []

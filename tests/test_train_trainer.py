@@ -223,7 +223,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ("model.dim=64", ["model.dim", "32", "64"]),
         ("seed=1", ["seed", "0", "1"]),
         ("data.seq_len=32", ["data.seq_len", "16", "32"]),
-        ("data.path={folder}/other.jsonl", ["data.fingerprint"]),
+        ("data.path={folder}/other.jsonl", ["other.jsonl", "not the one that the run was started with"]),
     ],
 )
 def test_another_run_is_refused_with_both_values(tmp_path: Path, change: str, words: list[str]) -> None:

@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -108,20 +107,26 @@ def prepare(
 ) -> Corpus:
     """Tokenizes `source` (see `octavo.data.sources`) into `cache`, unless an equal one is there.
 
-    `validation` is the share of documents held out, `max_bytes` the text to read. Raises `ValueError` for a source without text.
+    `validation` is the share of documents held out, `max_bytes` the text to read. Raises `ValueError` for a source without text
+    and `OSError` naming `cache` when the tokens cannot be written.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation={validation} must be a share between 0 and 1 of the documents")
     key = f"{LAYOUT} {fingerprint(source)} {tokenizer.name} {validation} {max_bytes}"
     folder = Path(cache).expanduser() / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         try:
-            _write_shards(read_documents(source, max_bytes), tokenizer, building, validation)
-            _publish(building, folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(
+                prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True
+            ) as made:
+                _write_shards(read_documents(source, max_bytes), tokenizer, Path(made), validation)
+                _publish(Path(made), folder)
+        except OSError as error:
+            raise OSError(
+                f"the tokens of {source} cannot be written to {folder.parent} ({error.strerror or error}): free space there or "
+                "choose another folder (data.cache)"
+            ) from error
     return Corpus(*(TokenShard.open(folder / name, tokenizer) for name in SPLITS))
 
 

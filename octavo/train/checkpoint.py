@@ -38,6 +38,7 @@ ENTRIES = {"step": int, "config": dict, "stream": dict}
 TEMPORARY = ".tmp-"
 FIXED = ("recipe", "model", "data", "seed")
 """Groups of the config that a resumed run may not change: they decide what the tensors and the data position mean."""
+FINGERPRINT = "data.fingerprint"
 FREE = ("recipe.name", "model.recompute", "data.cache", "data.path")
 """Settings within those groups that change nothing; the text itself is compared by its fingerprint, not its path."""
 
@@ -179,6 +180,12 @@ def check_match(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any])
     before, now = _flatten(saved), _flatten(wanted)
     for key in [*now, *(key for key in before if key not in now)]:
         if key.split(".")[0] in FIXED and key not in FREE and before.get(key) != now.get(key):
+            if key == FINGERPRINT:
+                raise ValueError(
+                    f"{path} cannot be resumed: the text (data.path = {now.get('data.path')}) or the file of the tokenizer "
+                    f"(data.tokenizer = {now.get('data.tokenizer')}) is not the one that the run was started with; give the "
+                    "old one, or another folder (--set out=…) for a new run"
+                )
             raise ValueError(
                 f"{path} cannot be resumed: it was saved with {key} = {_show(before.get(key))}, and this run has "
                 f"{key} = {_show(now.get(key))}; use the saved value, or another folder (--set out=…) for a new run"

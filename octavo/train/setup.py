@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +33,16 @@ class Data:
         self._corpus = prepare(
             config.path, tokenizer, config.cache, validation=config.val_fraction, max_bytes=config.max_bytes
         )
+        counts = [shard.count for shard in self._corpus]
+        if min(counts) <= config.seq_len:
+            raise ValueError(
+                f"data.path={config.path} gives {counts[0]:,} tokens of training text and {counts[1]:,} held out, and each side "
+                f"needs the {config.seq_len + 1:,} of data.seq_len={config.seq_len}: give more text, a smaller data.seq_len or "
+                f"another data.val_fraction (it is {config.val_fraction})"
+            )
         self._config, self._device = config, device
         self.vocab_size = tokenizer.vocab_size
         self._train = TokenStream(self._corpus.train, config.seq_len, config.micro_batch, seed=seed)
-        self._held_out()  # Too little held-out text is found now, not after the first thousand steps.
 
     @property
     def fingerprint(self) -> str:
@@ -70,6 +77,15 @@ class Data:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
         self._train.load_state_dict(state)
+
+
+def run_folder(out: str) -> Path:
+    """The folder of a run, there or not. Raises `ValueError` if a file is in its way."""
+    folder = Path(out)
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"out={out} cannot be the folder of a run: {nearest} is a file; choose another folder")
+    return folder
 
 
 def choose_device(name: str) -> torch.device:

@@ -51,6 +51,7 @@ from octavo.train.setup import (
     choose_device,
     deterministic,
     random_states,
+    run_folder,
     set_random_states,
     versions,
 )
@@ -80,13 +81,13 @@ class Trainer:
     """A run of `config`, from its beginning or, with `resume`, from its newest checkpoint if there is one.
 
     With `replace`, `run` removes what the folder holds before it begins. Raises `ValueError` when the folder already holds a run
-    and neither is set, when the checkpoint belongs to another recipe, model or data or is past the last step, and when the text
-    is missing, binary or too short.
+    and neither is set or is a file, when the checkpoint is damaged, belongs to another recipe, model or data or is past the last
+    step, and when the text is missing, binary or too short.
     """
 
     def __init__(self, config: TrainConfig, *, resume: bool = False, replace: bool = False) -> None:
         self.config = config
-        self.folder = Path(config.out)
+        self.folder = run_folder(config.out)
         self.step = 0
         self._checkpoints = self.folder / "checkpoints"
         self._replace = replace
