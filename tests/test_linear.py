@@ -240,6 +240,19 @@ def test_A8_bad_operand_shows_in_the_output(recipe, bad, where, seed):
     assert uncast(layer.weight.grad).isnan().any() == (where == "input")
 
 
+def test_fp16_gradients_beyond_the_range_stay_finite(seed):
+    layer = make(64, 48, O1).half()
+    x = torch.full((32, 64), 16.0, dtype=torch.float16)
+    layer(x).backward(torch.full((32, 48), 256.0, dtype=torch.float16))  # each element of the gradient is 2^17
+    grad = uncast(layer.weight.grad, torch.float32)
+    assert grad.isfinite().all() and (grad >= 61440).all()
+    layer.zero_grad()
+    dy = torch.ones(32, 48, dtype=torch.float16)
+    dy[3, 5] = torch.inf
+    layer(x).backward(dy)
+    assert not uncast(layer.weight.grad, torch.float32).isfinite().any()
+
+
 def test_A8_bad_sum_of_micro_batches_stays_bad(seed):
     layer, x = make(64, 32), torch.randn(8, 64)
     layer(x).sum().backward()
