@@ -138,7 +138,9 @@ def _update_scales_after_step(model: nn.Module, optimizer: torch.optim.Optimizer
 
     def update(*_: Any) -> None:
         # Compared on the device: the host never learns whether the step was skipped.
-        done = None if before is None else optimizer.skipped_steps == before.to(optimizer.skipped_steps.device)
+        done = None
+        if isinstance(optimizer, AdamW) and before is not None:
+            done = optimizer.skipped_steps == before.to(optimizer.skipped_steps.device)
         for layer in layers:
             layer.update_scaling(done)
 

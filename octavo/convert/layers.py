@@ -88,7 +88,9 @@ def export(model: nn.Module) -> nn.Module:
 def check_arguments(model: nn.Module, filter: Filter | None) -> None:
     """Raises `TypeError` if `model` is no module or `filter` no function."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, but it must be a torch.nn.Module: the model is the first argument")
+        raise TypeError(
+            f"model is a {type(model).__name__}, but it must be a torch.nn.Module: the model is the first argument"
+        )
     if filter is not None and not callable(filter):
         raise TypeError(
             f"filter is {filter!r:.80}, but it must be a function (module, name) -> bool: "
