@@ -226,8 +226,8 @@ def cast(
     Args:
         x: any shape and floating dtype.
         fmt: E4M3, E5M2, FP16 or BF16.
-        scale: a number, or FP32; 0-d, or one per block; finite and positive. None takes the largest power of two with which the tensor (or block) does not
-            saturate; if a value is not finite, all codes (of the block) are NaN and the scale is 1.
+        scale: finite and positive: a number, or FP32, 0-d or one per block. None takes the largest power of two with which the
+            tensor (or block) does not saturate; if a value is not finite, all codes (of the block) are NaN and the scale is 1.
         rounding, key, offset, block: see `kernels.cast`.
         dtype: logical dtype of the result; default that of `x`.
         residual_on_add: see `ScaledTensor`.
