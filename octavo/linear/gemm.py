@@ -124,13 +124,11 @@ def weight_operand(
     cached, tag = None, None
     if not is_compiling() and not weight.is_inference() and not values.is_inference():
         tag = (weight._version, values._version, values.data_ptr(), fmt, power_of_two)
-        cached = getattr(weight, "_octavo_cast", None)
-        if cached is not None and cached[0] == tag:
-            cached = cached[1]
-            if not (row and cached.codes is None or col and cached.codes_t is None):
-                return cached
-        else:
+        cast_tag, cached = getattr(weight, "_octavo_cast", (None, None))
+        if cached is None or cast_tag != tag:
             cached = None
+        elif not (row and cached.codes is None or col and cached.codes_t is None):
+            return cached
     if cached is not None:  # the other half of what was cast before
         operand = Operand(cached.row(), cached.col(), cached.scale)
     else:
@@ -191,8 +189,6 @@ def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = Non
 def _narrow(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """`grad` as `dtype`; finite values beyond its range saturate, since an infinity would claim that the gradient is bad."""
     narrow, limit = grad.to(dtype), torch.finfo(dtype).max
-    if torch.finfo(grad.dtype).max <= limit:
-        return narrow
     return torch.where(grad.isfinite(), narrow.clamp(-limit, limit), narrow)
 
 
@@ -246,9 +242,8 @@ class LinearFunction(torch.autograd.Function):
                 f"a weight of shape {tuple(weight.shape)} was changed in place between forward and backward "
                 f"(version {ctx.version}, now {weight._version}): run backward before the optimizer steps"
             )
-        dx = dw = db = None
-        if need_b:
-            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        dx = dw = None
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_b else None
         if m == 0:
             dx = dy.new_zeros((0, k), dtype=ctx.x_dtype) if need_x else None
             dw = torch.zeros(weight.shape, dtype=weight.dtype, device=dy.device) if need_w else None
@@ -279,7 +274,7 @@ class LinearFunction(torch.autograd.Function):
         if dw is not None and isinstance(weight, ScaledTensor) and gemms.scale_gradient:
             dw = scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"))
         elif dw is not None:
-            dw = _narrow(dw, weight.dtype)
+            dw = _narrow(dw, weight.dtype) if weight.dtype == torch.float16 else dw.to(weight.dtype)
         if ctx.version is not None and (need_w or not weight.requires_grad):
             _release_operand(weight)
         return dx, dw, db, None, None, None
