@@ -227,6 +227,20 @@ def test_B17_empty_tensors_and_absurd_blocks():
         kernels.amax(torch.zeros(()), block=4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", LOW, ids=repr)
+def test_finite_codes_have_finite_values(fmt, dtype):
+    largest = torch.finfo(dtype).max
+    codes = torch.tensor([[fmt.max, -fmt.max, torch.nan, 0.0]]).to(fmt.dtype)
+    scale = torch.tensor(2.0**-126)
+    want = [largest, -largest, torch.nan, 0.0]
+    for x in (kernels.uncast(codes, scale, dtype), kernels.uncast(codes, scale.view(1, 1), dtype, block=4)):
+        torch.testing.assert_close(x[0], torch.tensor(want, dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    if fmt is not E4M3:
+        infinite = torch.tensor([torch.inf, -torch.inf]).to(fmt.dtype)
+        assert kernels.uncast(infinite, ONE, dtype).tolist() == [torch.inf, -torch.inf]
+
+
 def test_B18_error_is_smooth_in_the_block(seed):
     x = torch.randn(64, 4096)
     ratios = []

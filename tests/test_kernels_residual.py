@@ -1,5 +1,6 @@
 """E4M11: lossless by exhaustion, and accurate to half of its last bit."""
 
+import pytest
 import torch
 
 from octavo import kernels
@@ -82,6 +83,13 @@ def test_special_values():
     assert back[4].signbit() and not back[3].signbit()
     poisoned, _ = kernels.cast_residual(torch.randn(64), torch.tensor(torch.nan))
     assert poisoned.float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_finite_words_have_finite_values(dtype):
+    codes, residual = kernels.cast_residual(torch.tensor([MAX, -MAX, torch.nan]), ONE)
+    x = kernels.uncast_residual(codes, residual, torch.tensor(2.0**-126), dtype)
+    assert x[:2].tolist() == [torch.finfo(dtype).max, -torch.finfo(dtype).max] and x[2].isnan()
 
 
 def test_accumulation_keeps_the_sum(seed):

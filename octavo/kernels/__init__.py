@@ -104,6 +104,8 @@ def cast(
 def uncast(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, *, block: int | None = None) -> Tensor:
     """codes / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`, contiguous.
 
+    Saturates at the largest finite value of `dtype`, except for codes that are infinite or NaN.
+
     Raises `ValueError` for a block or scale shape that cannot be.
     """
     _check_block(codes, block)

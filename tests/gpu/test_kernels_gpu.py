@@ -121,7 +121,7 @@ def test_cast_of_ties_and_their_neighbours(cuda, fmt):
 @pytest.mark.parametrize("fmt", FP8, ids=repr)
 def test_uncast_of_all_codes(cuda, fmt):
     codes = on(torch.arange(256, dtype=torch.uint8)).view(fmt.dtype)
-    for scale in (1.0, 3.0, 2.0**126, 2.0**-100):
+    for scale in (1.0, 3.0, 2.0**126, 2.0**-100, 2.0**-126):
         for dtype in DTYPES:
             assert_same_bits(cuda.uncast(codes, scalar(scale), dtype), reference.uncast(codes, scalar(scale), dtype))
 
@@ -198,7 +198,7 @@ def test_residual(cuda, length, dtype, seed):
         assert torch.equal(residual, want[1])
     words = on(torch.arange(2**16, dtype=torch.int32))
     codes, residual = kernels.split_e4m11(words[(words & 0x7FFF) <= 0x7E7F].to(torch.int16))
-    for scale in (1.0, 3.0, 2.0**100):
+    for scale in (1.0, 3.0, 2.0**100, 2.0**-126):
         want = reference.uncast_residual(codes, residual, scalar(scale), dtype)
         assert_same_bits(cuda.uncast_residual(codes, residual, scalar(scale), dtype), want)
 

@@ -22,6 +22,7 @@ from octavo.kernels.cuda.numerics import (
     saturate,
     saturated_count,
 )
+from octavo.kernels.reference.cast import largest
 
 TILE = 4096
 MIN_PROGRAMS = 1024
@@ -111,14 +112,17 @@ def _cast_kernel(
 
 
 @triton.jit
-def _uncast_kernel(codes_ptr, scale_ptr, x_ptr, numel, length, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """x = codes / scale. codes, x [numel]: any floats; scale: FP32."""
+def _uncast_kernel(
+    codes_ptr, scale_ptr, x_ptr, numel, length, blocks, MAX: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """x = codes / scale, within [-MAX, MAX] if the code is finite. codes, x [numel]: any floats; scale: FP32."""
     start = tl.program_id(0).to(tl.int64) * TILE
     lane = tl.arange(0, TILE)
     valid = lane < numel - start
     codes = tl.load(codes_ptr + start + lane, mask=valid, other=0.0).to(tl.float32)
     scale = _load_scale(scale_ptr, start + lane, valid, length, blocks, BLOCK)
     x = tl.div_rn(codes, tl.zeros_like(codes) + scale)
+    x = tl.where(tl.abs(codes) == float("inf"), x, saturate(x, MAX))
     tl.store(x_ptr + start + lane, x.to(x_ptr.dtype.element_ty), mask=valid)
 
 
@@ -192,6 +196,7 @@ def uncast(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, *, 
             x,
             codes.numel(),
             *_blocking(codes, scale, block),
+            MAX=largest(dtype),
             BLOCK=block or 0,
             TILE=TILE,
             num_warps=8,

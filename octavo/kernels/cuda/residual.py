@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.cuda.launch import on_device
+from octavo.kernels.cuda.numerics import saturate
+from octavo.kernels.reference.cast import largest
 from octavo.kernels.reference.residual import MAX_MAGNITUDE, NAN_CODE
 
 TILE = 2048
@@ -39,8 +41,10 @@ def _cast_residual_kernel(
 
 
 @triton.jit
-def _uncast_residual_kernel(codes_ptr, residual_ptr, scale_ptr, x_ptr, numel, NAN: tl.constexpr, TILE: tl.constexpr):
-    """x = E4M11 value / scale. codes: uint8; residual: int8; scale [1]: FP32; x: any float."""
+def _uncast_residual_kernel(
+    codes_ptr, residual_ptr, scale_ptr, x_ptr, numel, MAX: tl.constexpr, NAN: tl.constexpr, TILE: tl.constexpr
+):
+    """x = E4M11 value / scale, within [-MAX, MAX]. codes: uint8; residual: int8; scale [1]: FP32; x: any float."""
     start = tl.program_id(0).to(tl.int64) * TILE
     lane = tl.arange(0, TILE)
     valid = lane < numel - start
@@ -52,7 +56,7 @@ def _uncast_residual_kernel(codes_ptr, residual_ptr, scale_ptr, x_ptr, numel, NA
     value = tl.where(magnitude < 2048, magnitude.to(tl.float32) * (1.0 / 131072.0), normal)
     value = tl.where(high == NAN, float("nan"), value)
     value = tl.where(code >= 128, value * -1.0, value)  # (0 - value would lose the sign of zero)
-    x = tl.div_rn(value, tl.zeros_like(value) + tl.load(scale_ptr))
+    x = saturate(tl.div_rn(value, tl.zeros_like(value) + tl.load(scale_ptr)), MAX)
     tl.store(x_ptr + start + lane, x.to(x_ptr.dtype.element_ty), mask=valid)
 
 
@@ -85,6 +89,7 @@ def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch
             scale,
             x,
             codes.numel(),
+            MAX=largest(dtype),
             NAN=NAN_CODE,
             TILE=TILE,
         )

@@ -100,13 +100,19 @@ def cast(
 
 
 def uncast(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, *, block: int | None = None) -> Tensor:
-    """codes / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`, contiguous."""
-    if block is not None:
-        return (codes.float().contiguous() / _spread(scale, block, codes.shape)).to(dtype)
-    if codes.itemsize == 1 and codes.device.type == "cpu" and type(codes) is Tensor:  # (a traced tensor cannot meet a real table)
-        # One table look-up replaces conversion, division and rounding, each a pass over memory.
-        return _look_up((code_values(codes.dtype) / scale).to(dtype), codes)
-    return (codes.float().contiguous() / scale).to(dtype)
+    """codes / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`, contiguous.
+
+    Finite codes saturate: a value rounded up by a cast may be beyond the largest of `dtype`.
+    """
+    # One look-up in a table of results replaces conversion, division and rounding, each a pass over memory.
+    # (A traced tensor cannot meet a real table.)
+    tabulated = block is None and codes.itemsize == 1 and codes.device.type == "cpu" and type(codes) is Tensor
+    values = code_values(codes.dtype) if tabulated else codes.float().contiguous()
+    x = values / (scale if block is None else _spread(scale, block, codes.shape))
+    limit = largest(dtype)
+    if not _known_to_fit(codes.dtype, scale, limit):
+        x = torch.where(values.isinf(), x, x.clamp(-limit, limit))
+    return _look_up(x.to(dtype), codes) if tabulated else x.to(dtype)
 
 
 def cast_transpose(
@@ -163,6 +169,11 @@ def round_stochastic(y: Tensor, word: Tensor, fmt: Format) -> Tensor:
     return rounded.add_(y, alpha=0)  # NaN where `y` is NaN, nothing elsewhere: not even the sign of a zero changes
 
 
+def largest(dtype: torch.dtype) -> float:
+    """The largest finite value that is one of both `dtype` and FP32."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+
+
 def scale_shape(shape: torch.Size, block: int) -> tuple[int, ...]:
     """Shape of the blocked scale of a tensor of that shape."""
     return (*shape[:-1], -(-shape[-1] // block))
@@ -177,6 +188,13 @@ def chunks(numel: int) -> list[slice]:
 def code_values(dtype: torch.dtype) -> Tensor:
     """The FP32 values of all 256 codes of an 8-bit format, by code."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def _known_to_fit(dtype: torch.dtype, scale: Tensor, limit: float) -> bool:
+    """Whether codes of `dtype` are within `limit` when divided by `scale`, as nearly all are; on a GPU, looking would wait for it."""
+    if scale.device.type != "cpu" or type(scale) is not Tensor:
+        return False
+    return bool((torch.finfo(dtype).max / scale <= limit).all())
 
 
 def _look_up(table: Tensor, codes: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.cast import chunks
+from octavo.kernels.reference.cast import chunks, largest
 
 MAX_MAGNITUDE = 0x7E7F
 NAN_CODE = 0x7F
@@ -49,11 +49,12 @@ def cast_residual(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """E4M11 value / scale, computed in FP32 and rounded to `dtype`; the shape of `codes`, contiguous."""
+    """E4M11 value / scale, computed in FP32, saturated and rounded to `dtype`; the shape of `codes`, contiguous."""
     x = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    limit = largest(dtype)
     flat, flat_residual = codes.reshape(-1), residual.reshape(-1)
     for part in chunks(codes.numel()):
-        x.view(-1)[part] = _value(merge_e4m11(flat[part], flat_residual[part])).div_(scale)
+        x.view(-1)[part] = _value(merge_e4m11(flat[part], flat_residual[part])).div_(scale).clamp_(-limit, limit)
     return x
 
 
