@@ -240,16 +240,11 @@ def test_A8_bad_operand_shows_in_the_output(recipe, bad, where, seed):
     assert uncast(layer.weight.grad).isnan().any() == (where == "input")
 
 
-def test_fp16_gradients_beyond_the_range_stay_finite(seed):
+def test_fp16_gradients_beyond_the_range_show(seed):
+    """A loss scale is too large then, and GradScaler has to see it."""
     layer = make(64, 48, O1).half()
     x = torch.full((32, 64), 16.0, dtype=torch.float16)
     layer(x).backward(torch.full((32, 48), 256.0, dtype=torch.float16))  # each element of the gradient is 2^17
-    grad = uncast(layer.weight.grad, torch.float32)
-    assert grad.isfinite().all() and (grad >= 61440).all()
-    layer.zero_grad()
-    dy = torch.ones(32, 48, dtype=torch.float16)
-    dy[3, 5] = torch.inf
-    layer(x).backward(dy)
     assert not uncast(layer.weight.grad, torch.float32).isfinite().any()
 
 

@@ -186,12 +186,6 @@ def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = Non
     return ScaledTensor(codes, scale, dtype, residual_on_add=True)
 
 
-def _narrow(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grad` as `dtype`; finite values beyond its range saturate, since an infinity would claim that the gradient is bad."""
-    narrow, limit = grad.to(dtype), torch.finfo(dtype).max
-    return torch.where(grad.isfinite(), narrow.clamp(-limit, limit), narrow)
-
-
 class Gemms(NamedTuple):
     """What the autograd function must know besides its tensors."""
 
@@ -274,7 +268,7 @@ class LinearFunction(torch.autograd.Function):
         if dw is not None and isinstance(weight, ScaledTensor) and gemms.scale_gradient:
             dw = scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"))
         elif dw is not None:
-            dw = _narrow(dw, weight.dtype) if weight.dtype == torch.float16 else dw.to(weight.dtype)
+            dw = dw.to(weight.dtype)  # (an FP16 gradient that overflows shows, so that a loss scale backs off)
         if ctx.version is not None and (need_w or not weight.requires_grad):
             _release_operand(weight)
         return dx, dw, db, None, None, None
