@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import secrets
+import sys
+from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -39,3 +41,11 @@ def seed(request: pytest.FixtureRequest) -> int:
     numpy.random.seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Functions compiled by one test do not count towards the limit of recompilations of the next."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

@@ -316,21 +316,24 @@ def test_every_recipe_starts_from_the_same_model(name, recipe, seed):
 
 @pytest.mark.parametrize("recipe", ["O1", "O2"])
 def test_fp8_training_follows_bf16(recipe, seed):
-    """The same data and hyper-parameters; both learn the batch by heart, from the same loss at the start."""
+    """The same data and hyper-parameters; both learn the batch by heart, from the same loss at the start.
+
+    (At three times this rate the loss of either recipe spikes for one seed in twelve, and its end says nothing.)
+    """
     start, losses = math.log(320), {}
     for name in ("bf16", recipe):
         model = Transformer.build(small("tiny-llama"), name, seed=seed)
-        optimizer = AdamW(model.parameters(), lr=3e-3, recipe=name)
+        optimizer = AdamW(model.parameters(), lr=1e-3, recipe=name)
         tokens, targets = batch(model.config, 4, 32)
         tokens, targets = tokens % 31, targets % 31
         torch.manual_seed(seed)
-        for _ in range(30):
+        for _ in range(60):
             loss = model(tokens, targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         losses[name] = loss.item()
-    assert losses["bf16"] < 3.0 and abs(losses[recipe] - losses["bf16"]) < 0.05 * (start - losses["bf16"])
+    assert losses["bf16"] < 3.0 and abs(losses[recipe] - losses["bf16"]) < 0.03 * (start - losses["bf16"])
 
 
 def test_every_tensor_lies_on_the_device(seed):
