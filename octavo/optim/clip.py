@@ -39,7 +39,7 @@ def clip_grad_norm_(params: Tensor | Iterable[Tensor], max_norm: float, norm_typ
     for grad in grads:
         local = factor.to(grad.device, non_blocking=True)
         if isinstance(grad, ScaledTensor) and max_norm > 0:
-            grad.scale.div_(local).clamp_(2.0**-126, 2.0**126)  # a factor may underflow, but scales stay finite
+            grad._storage.divide_scale(local)  # (`mul_` has to pass over the codes, as it cannot know that the factor is positive)
             increment_version(grad)
         else:
             grad.mul_(local)
@@ -65,5 +65,5 @@ def _chunked_norm(values: Tensor, residual: Tensor | None, norm_type: float) -> 
             chunk = kernels.uncast(chunk, one)
         elif residual is not None:
             chunk = kernels.uncast_residual(chunk, residual.reshape(-1)[start : start + CHUNK], one)
-        parts.append(torch.linalg.vector_norm(chunk.double(), norm_type) if chunk.numel() else one.double() * 0)
+        parts.append(torch.linalg.vector_norm(chunk.double(), norm_type) if chunk.numel() else torch.zeros_like(one, dtype=torch.float64))
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)
