@@ -5,10 +5,10 @@ code; a variant is `dataclasses.replace(O2, exp_avg_sq=E4M3)`. Bytes per paramet
 O2 holds 2 (FP16 + scale master) + 1 (FP8 gradient) + 1 (FP8 first moment) + 2 (FP16 second moment) = 6 (Eq. 8), where the usual
 mixed precision holds 4 + 4 + 4 + 4 = 16 (Eq. 7).
 
-Two departures from the paper's own table, each because a measurement asked for it (docs/numerics.md): masters and moments are
-rounded stochastically, since round-to-nearest FP16 loses most of a fine-tuning-sized update, and the second moment is stored as
-its square root with blocks of scales on the first moment, since one scale per tensor flushes small values to zero. The recipes
-named `paper…` keep the paper's choices.
+Three departures from the paper's own table, each because a measurement asked for it (docs/numerics.md): masters and moments are
+rounded stochastically, since round-to-nearest FP16 loses most of a fine-tuning-sized update; the second moment is stored as
+its square root with blocks of scales on the first moment, since one scale per tensor flushes small values to zero; and updates
+are cut to what exact Adam could do. The recipes named `paper…` keep the paper's choices.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Recipe:
     """Elements per scale of the second moment, likewise."""
     sqrt_exp_avg_sq: bool = False
     """Store the square root of the second moment: half the exponent range, so FP16 does not flush it."""
+    clamp_update: bool = True
+    """Cut Adam's update ratio to the bound that it obeys with exact moments; rounded ones exceed it, a flushed second moment by far."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
     """Rounding of masters and moments; operands of GEMMs and gradients are always rounded to nearest."""
     scaling: Literal["current", "delayed"] = "current"
@@ -96,7 +98,7 @@ class Recipe:
 BASELINE = Recipe("bf16", input=None, weight=None, grad_output=None, grad=None)
 O1 = Recipe("O1")
 O2 = Recipe("O2", master=FP16, exp_avg=E4M3, exp_avg_block=128, exp_avg_sq=FP16, sqrt_exp_avg_sq=True)
-PAPER = Recipe("paper", master=FP16, exp_avg=E4M3, exp_avg_sq=FP16, rounding="nearest")
+PAPER = Recipe("paper", master=FP16, exp_avg=E4M3, exp_avg_sq=FP16, clamp_update=False, rounding="nearest")
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

@@ -19,7 +19,7 @@ from octavo.kernels.reference.adamw_scalars import RATIO_CAP, has_scale, ratio_b
 
 MODULE = importlib.import_module("octavo.kernels.reference.adamw")  # the package has a function of that name
 O2 = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, exp_avg_block=128, sqrt_exp_avg_sq=True)
-PAPER = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, stochastic=False)
+PAPER = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, clamp_ratio=False, stochastic=False)
 ROWS = {
     "O2": O2,
     "O2 nearest": replace(O2, stochastic=False),
@@ -110,11 +110,12 @@ def test_each_operation_is_ieee_fp32_in_the_written_order(seed, decoupled):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_nothing_saturates_on_adversarial_streams(seed, row, monkeypatch):
-    """Bursts, silence, sign flips and growth: no product of value and predicted scale leaves the format."""
+    """Bursts, silence, sign flips and growth: with the ratio cut, no product of value and predicted scale leaves the format."""
+    formats = replace(ROWS[row], clamp_ratio=True)
     stats = torch.zeros(2, dtype=torch.int64)
     monkeypatch.setattr(MODULE, "cast", lambda *args, **kwargs: kernels.cast(*args, **kwargs, stats=stats))
     for lr, betas in ((1e-1, (0.9, 0.95)), (1e-3, (0.9, 0.999)), (10.0, (0.0, 0.5)), (1e-2, (0.95, 0.9))):
-        run = Run(torch.randn(300) * 0.02, ROWS[row], lr=lr, betas=betas)
+        run = Run(torch.randn(300) * 0.02, formats, lr=lr, betas=betas)
         stats.zero_()  # weights themselves may begin beyond their first scale only by rounding up
         for t in range(36):
             size = (1e-6, 1.0, 1e6, 0.0, 1e-12, 1e3)[t % 6] * math.exp(t / 10)
@@ -227,6 +228,23 @@ def test_rounding_depends_on_the_global_index_only(seed):
     whole = Run(p, formats)
     whole.step(grads[0], offset=77)
     assert not same_bits(moved.codes[0], whole.codes[0])
+
+
+@pytest.mark.parametrize("clamp", [True, False])
+def test_without_the_cut_a_flushed_second_moment_moves_weights_by_far(seed, clamp):
+    """A v in E4M3 is zero for gradients of 1e-4 beside one of 1: without a gradient in the next step the ratio is m / eps."""
+    p, grad = torch.randn(512), torch.randn(512) * 1e-4
+    grad[0] = 1.0
+    run = Run(p, replace(PAPER, exp_avg_sq=E4M3, clamp_ratio=clamp), lr=1e-3, weight_decay=0.0)
+    run.step(grad)
+    before = run.real(0)
+    run.step(torch.zeros(512))
+    moved = (run.real(0) - before).abs()
+    assert run.real(2)[1:].max() == 0
+    assert (moved.max() <= 2e-3) == clamp
+    assert moved.isfinite().all()
+    if not clamp:
+        assert run.real(0).abs().max() <= 2 * p.abs().max() + 0.01  # saturated at the predicted scale
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e25])

@@ -121,6 +121,7 @@ def update_formats(param: Tensor, state: dict[str, Tensor], recipe: Recipe, deco
         exp_avg_block=recipe.exp_avg_block if blocked["exp_avg"] else None,
         exp_avg_sq_block=recipe.exp_avg_sq_block if blocked["exp_avg_sq"] else None,
         sqrt_exp_avg_sq=recipe.sqrt_exp_avg_sq and formats["exp_avg_sq"] is not FP32,
+        clamp_ratio=recipe.clamp_update,
         stochastic=recipe.rounding == "stochastic",
         decoupled=decoupled,
     )

@@ -29,7 +29,7 @@ pytestmark = [] if INTERPRET else pytest.mark.gpu
 needs_gpu = pytest.mark.gpu
 
 O2 = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, exp_avg_block=128, sqrt_exp_avg_sq=True)
-PAPER = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, stochastic=False)
+PAPER = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, clamp_ratio=False, stochastic=False)
 ROWS = {
     "O2": O2,
     "O2 per tensor": replace(O2, exp_avg_block=None),

@@ -10,7 +10,7 @@ from torch import nn
 import octavo
 from octavo.models import Transformer, TransformerConfig
 from octavo.train import Trainer
-from octavo.train.config import override
+from octavo.settings import override
 from octavo.train.metrics import read_metrics
 from octavo.train.presets import get_preset
 

@@ -10,7 +10,7 @@ repeats it bit for bit. Only storage is low precision. With t the step, c_t the 
     p = p - lr·(r + wd·p)               Adam: p = p - lr·r
 
 and p, m and v (or √v) are rounded back to their formats. Cutting r is exact Adam as long as m and v are exact, which never reaches
-c_t; a moment rounded to three mantissa bits can, and without the cut would exceed the scale predicted for p.
+c_t; a moment rounded to three mantissa bits can, and without the cut (`clamp_ratio`) p would saturate at the scale predicted for it.
 
 Scales are powers of two. A tensor with one scale gets it before the pass, from an upper bound, so that nothing saturates; a tensor
 with blocks of scales, over its flattened elements, gets each from the exact maximum inside the pass. The pass also returns the
@@ -52,6 +52,8 @@ class UpdateFormats:
     exp_avg_sq_block: int | None = None
     sqrt_exp_avg_sq: bool = False
     """`exp_avg_sq` holds √v."""
+    clamp_ratio: bool = True
+    """Cut the update ratio to ±c_t."""
     stochastic: bool = True
     """Rounding of the parameter and both moments; otherwise to nearest."""
     decoupled: bool = True

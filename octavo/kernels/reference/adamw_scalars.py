@@ -11,7 +11,8 @@ The last needs a bound of the update ratio. By the Cauchy-Schwarz inequality exa
 
     c_t = (1-β1)/√(1-β2) · √((1-ρ^t)/(1-ρ)) · √(1-β2^t)/(1-β1^t),     ρ = β1²/β2
 
-1 in the first step, then at most 1.165 for betas (0.9, 0.95) and 7.27 for (0.9, 0.999); the update cuts its ratio there. Bounds are
+1 in the first step, then at most 1.165 for betas (0.9, 0.95) and 7.27 for (0.9, 0.999). The update cuts its ratio there, unless
+the formats forbid it: then a parameter that moves beyond its bound saturates. Bounds are
 loose by at most a factor, so they cost range at the small end (0.5 bit of it for m, 0.2 for v, 0.03 for p, in training runs), no
 mantissa. A bound grown each step from the *scale* instead of the exact maximum would lose a bit each step.
 
@@ -102,7 +103,7 @@ def adamw_scalars(
         weight_decay=one * weight_decay,
         bias_correction1=1 - beta1**t,
         sqrt_bias_correction2=(1 - beta2**t).sqrt(),
-        ratio_bound=ratio,
+        ratio_bound=ratio if formats.clamp_ratio else one * torch.inf,
         grad_factor=(-1 if maximize else 1) / grad_scale.double(),
         param_factor=factors[0],
         param_scale=param_scale,
