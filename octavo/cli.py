@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from octavo.train.config import override
+    from octavo.settings import override
     from octavo.train.presets import get_preset
     from octavo.train.trainer import Trainer
 

@@ -13,6 +13,7 @@ import pytest
 LAYERS = (
     "formats",
     "recipe",
+    "settings",
     "kernels",
     "scaling",
     "tensor",

@@ -9,7 +9,8 @@ import pytest
 
 from octavo.formats import BF16, FP16
 from octavo.recipe import RECIPES
-from octavo.train.config import DataConfig, LoopConfig, OptimConfig, TrainConfig, from_dict, override, to_dict
+from octavo.settings import from_dict, override, to_dict
+from octavo.train.config import DataConfig, LoopConfig, OptimConfig, TrainConfig
 
 
 @pytest.mark.parametrize(

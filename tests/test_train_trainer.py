@@ -14,8 +14,8 @@ import torch
 from training import assert_same_checkpoint, exact_records, newest, read_checkpoint, small_config, write_text
 
 from octavo.formats import NumericsError
+from octavo.settings import to_dict
 from octavo.train import checkpoint
-from octavo.train.config import to_dict
 from octavo.train.metrics import read_metrics
 from octavo.train.trainer import Trainer
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from octavo.settings import override
 from octavo.train.checkpoint import latest
-from octavo.train.config import TrainConfig, override
+from octavo.train.config import TrainConfig
 from octavo.train.metrics import read_metrics
 from octavo.train.presets import tiny
 

@@ -11,7 +11,8 @@
 | `demo`, `plots` | BF16 beside FP8 |
 """
 
-from octavo.train.config import TrainConfig, override
+from octavo.settings import override
+from octavo.train.config import TrainConfig
 from octavo.train.presets import PRESETS, get_preset
 from octavo.train.trainer import RunResult, Trainer
 

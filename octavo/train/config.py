@@ -6,25 +6,15 @@ A preset is a function that returns a complete config (`octavo.train.presets`), 
     config = override(config, ["optim.lr=1e-3", "recipe=O1", "recipe.exp_avg=BF16"])
     Trainer(config).run()
 
-Overrides are typed by the fields themselves: `1e3` is an int where an int is wanted, `none` is None where None is allowed, and
-a wrong path or value raises `ValueError` that lists the closest names or the values that would do. Environment variables are
-not read.
+Overrides are typed by the fields themselves (`octavo.settings`). Environment variables are not read.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import math
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from octavo.formats import FORMATS, Format
-from octavo.recipe import RECIPES, Recipe, get_recipe
-
-C = TypeVar("C")
+from octavo.recipe import RECIPES, Recipe
 
 
 @dataclass(frozen=True)
@@ -200,105 +190,3 @@ class TrainConfig:
 def _require(ok: bool, path: str, value: object, want: str) -> None:
     if not ok:
         raise ValueError(f"{path} is {value}: it must be {want}")
-
-
-def override(config: C, assignments: typing.Iterable[str]) -> C:
-    """`config` with each `path=value` of `assignments` applied in order.
-
-    Raises `ValueError` for a path that no field has (with the closest names) and for a value that the field cannot take.
-    """
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        if not equals or not path.strip():
-            raise ValueError(f"--set takes path=value, such as optim.lr=3e-4; {assignment!r} is not of that form")
-        config = _assign(config, path.strip().split("."), text.strip(), path.strip())
-    return config
-
-
-def _assign(config: Any, names: list[str], text: str, path: str) -> Any:
-    name, *rest = names
-    kinds = typing.get_type_hints(type(config))
-    if name not in kinds:
-        raise ValueError(f"no setting is called {path!r}; {_closest(name, path, list(kinds))}")
-    value = getattr(config, name)
-    if rest:
-        if not dataclasses.is_dataclass(value) or isinstance(value, Format):
-            raise ValueError(f"no setting is called {path!r}: {path.removesuffix('.' + '.'.join(rest))} has no parts")
-        new = _assign(value, rest, text, path)
-        if isinstance(new, Recipe) and rest != ["name"]:
-            # A changed recipe must not go by the name of the one it was.
-            new = dataclasses.replace(new, name=f"{new.name},{'.'.join(rest)}={text}")
-    else:
-        new = _parse(kinds[name], text, path)
-    return dataclasses.replace(config, **{name: new})
-
-
-def _closest(name: str, path: str, known: list[str]) -> str:
-    prefix = path.removesuffix(name)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
-        return "did you mean " + " or ".join(prefix + other for other in close) + "?"
-    return "there are " + ", ".join(known)
-
-
-def _parse(kind: Any, text: str, path: str) -> Any:
-    """`text` as a value of type `kind`, or `ValueError`."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if text.lower() == "none" and type(None) in arguments:
-            return None
-        return _parse(next(a for a in arguments if a is not type(None)), text, path)
-    if origin is Literal:
-        return _choose(path, text, {str(a): a for a in arguments})
-    if kind is Recipe:
-        return get_recipe(_choose(path, text, {name: name for name in RECIPES}))
-    if kind is Format:
-        return _choose(path, text, FORMATS)
-    if kind is bool:
-        return _choose(path, text.lower(), {"true": True, "false": False, "1": True, "0": False})
-    if kind is str:
-        return text
-    if kind in (int, float):
-        try:
-            number = float(text) if kind is float or "e" in text.lower() else int(text)
-        except ValueError:
-            number = float("nan")
-        if not math.isfinite(number) or (kind is int and number != int(number)):
-            raise ValueError(f"{path} must be {'an integer' if kind is int else 'a number'}, not {text!r}")
-        return kind(number)
-    raise ValueError(f"{path} is a group of settings; set one of {', '.join(typing.get_type_hints(kind))} in it")
-
-
-def _choose(path: str, text: str, choices: dict[str, Any]) -> Any:
-    if text not in choices:
-        raise ValueError(f"{path} cannot be {text!r}; {_closest(text, text, list(choices))}")
-    return choices[text]
-
-
-def to_dict(config: Any) -> Any:
-    """A config as plain JSON values: groups become dictionaries, formats their names."""
-    if isinstance(config, Format):
-        return config.name
-    if dataclasses.is_dataclass(config):
-        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    return config
-
-
-def from_dict(kind: type[C], values: dict[str, Any]) -> C:
-    """The config of type `kind` that `to_dict` turned into `values`; fields that `values` lacks take their defaults."""
-    kinds = typing.get_type_hints(kind)
-    unknown = [name for name in values if name not in kinds]
-    if unknown:
-        raise ValueError(
-            f"{kind.__name__} has no {', '.join(unknown)}: the file was written by another version of octavo"
-        )
-    return kind(**{name: _from_json(kinds[name], value) for name, value in values.items()})
-
-
-def _from_json(kind: Any, value: Any) -> Any:
-    options = typing.get_args(kind) or (kind,)
-    if isinstance(value, dict):
-        return from_dict(kind, value)
-    if isinstance(value, str) and Format in options:
-        return FORMATS[value]
-    return value

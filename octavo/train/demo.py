@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from octavo.linear import FP8Linear
 from octavo.memory import plain_tensors
 from octavo.recipe import BASELINE
-from octavo.train.config import TrainConfig, override
+from octavo.settings import override
+from octavo.train.config import TrainConfig
 from octavo.train.metrics import read_metrics
 from octavo.train.plots import loss_curve, plot_losses, plot_memory
 from octavo.train.presets import demo

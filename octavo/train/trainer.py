@@ -30,8 +30,9 @@ from octavo.formats import NumericsError
 from octavo.linear import collect_stats
 from octavo.memory import MemoryReport, memory_report
 from octavo.optim import clip_grad_norm_
+from octavo.settings import to_dict
 from octavo.train import checkpoint
-from octavo.train.config import TrainConfig, to_dict
+from octavo.train.config import TrainConfig
 from octavo.train.ledger import StepLedger
 from octavo.train.metrics import (
     MetricsLog,

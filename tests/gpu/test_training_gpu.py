@@ -9,8 +9,8 @@ from torch import nn
 
 import octavo
 from octavo.models import Transformer, TransformerConfig
-from octavo.train import Trainer
 from octavo.settings import override
+from octavo.train import Trainer
 from octavo.train.metrics import read_metrics
 from octavo.train.presets import get_preset
 
