@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from octavo.data import TokenShard, TokenStream
+from octavo.data import IndexedShard, IndexedWriter, TokenStream
 from octavo.data.stream import permute
 
 
@@ -17,10 +18,12 @@ from octavo.data.stream import permute
 def make_shard(tmp_path):
     """Shards of which token i is (start + i) mod 60,000, so that a window shows where it lies."""
 
-    def make(count: int, start: int = 0, tokenizer: str = "byte") -> TokenShard:
-        path = tmp_path / f"{count}-{start}.bin"
-        ((start + np.arange(count)) % 60_000).astype("<u2").tofile(path)
-        return TokenShard(path, count, "uint16", tokenizer, 60_000, 0, checksum=f"{count}-{start}")
+    def make(count: int, start: int = 0, tokenizer: str = "byte") -> IndexedShard:
+        prefix = tmp_path / f"{count}-{start}-{tokenizer}"
+        with IndexedWriter(prefix, "uint16", SimpleNamespace(name=tokenizer, vocab_size=60_000, eot=0)) as writer:
+            if count:
+                writer.add((start + np.arange(count)) % 60_000)
+        return IndexedShard.open(prefix)
 
     return make
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from octavo.data import TokenShard, load_tokenizer, prepare, train_bpe
+from octavo.data import IndexedShard, load_tokenizer, prepare, train_bpe
 from octavo.data.tokens import SPLITS, is_held_out
 
 TEXTS = ["plain", "Ünïcödé 漢字 🙂", "tabs\tand\nlines\n", "a<|endoftext|>b", "1234567", " "]
@@ -31,7 +31,7 @@ def corpus(tmp_path):
     return folder, tmp_path / "cache"
 
 
-def documents_of(shard: TokenShard, tokenizer) -> list[str]:
+def documents_of(shard: IndexedShard, tokenizer) -> list[str]:
     ends = np.flatnonzero(np.asarray(shard.tokens) == shard.eot)
     assert ends[-1] == shard.count - 1
     return [tokenizer.decode(part.tolist()) for part in np.split(np.asarray(shard.tokens), ends[:-1] + 1)]
@@ -108,7 +108,10 @@ def test_prepare_keeps_every_document_on_one_side(corpus, bpe, kind):
     assert 15 < len(held_out) < 70
     for shard in result:
         shard.verify()
-        assert shard.dtype == "uint16" and shard.vocab_size == tokenizer.vocab_size and not shard.tokens.flags.writeable
+        assert shard.dtype == "uint16" and not shard.tokens.flags.writeable
+        assert (shard.tokenizer, shard.vocab_size, shard.eot) == (tokenizer.name, tokenizer.vocab_size, tokenizer.eot)
+        ends = np.flatnonzero(np.asarray(shard.tokens) == tokenizer.eot) + 1
+        assert shard.offsets.tolist() == [0, *ends.tolist()]
 
 
 def test_held_out_choice_depends_on_the_text_alone(seed):
@@ -131,7 +134,7 @@ def test_large_vocabularies_take_four_bytes(corpus):
             return ""
 
     shard = prepare(folder, Wide(), cache).train
-    assert shard.dtype == "uint32" and set(np.unique(shard.tokens)) == {90_000, 99_999}
+    assert shard.dtype == "int32" and set(np.unique(shard.tokens)) == {90_000, 99_999}
     assert os.path.getsize(shard.path) == 4 * shard.count
 
 
@@ -144,6 +147,7 @@ def test_one_document_holds_out_its_end(tmp_path, text):
         train, held_out = prepare(path, load_tokenizer("byte"), tmp_path / "cache", validation=validation)
         tokens = [*train.tokens.tolist(), *held_out.tokens.tolist()]
         assert tokens == [*text.encode(), 256]
+        assert train.documents == (train.count > 0) and held_out.documents == 1
         assert train.count == int(len(tokens) * (1 - validation)) and held_out.count > 0
         held_out.verify()
 
@@ -202,24 +206,12 @@ def test_processes_that_prepare_at_once_agree(corpus):
     assert len(list(cache.iterdir())) == 1
 
 
-def test_shard_errors(corpus, bpe):
+def test_a_damaged_cache_says_what_to_delete(corpus):
     folder, cache = corpus
     train = prepare(folder, load_tokenizer("byte"), cache).train
-    with pytest.raises(ValueError, match="was made with tokenizer byte, not tokenizer.json"):
-        TokenShard.open(train.path, bpe[0])
-    with pytest.raises(ValueError, match="is no token shard"):
-        TokenShard.open(train.path.parent / "nothing.bin")
-    data = bytearray(train.path.read_bytes())
-    data[7] ^= 1
-    train.path.write_bytes(data)
-    with pytest.raises(ValueError, match="has changed since it was written"):
-        TokenShard.open(train.path).verify()
-    train.path.write_bytes(data[:-2])
-    with pytest.raises(ValueError, match=rf"has {len(data) - 2:,} bytes instead of {len(data):,}: delete"):
+    train.path.write_bytes(train.path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=rf"train.bin has .* bytes and train.idx says .*: delete {train.path.parent} "):
         prepare(folder, load_tokenizer("byte"), cache)
-    train.path.with_suffix(".json").write_text('{"layout": "other"}')
-    with pytest.raises(ValueError, match="does not describe"):
-        TokenShard.open(train.path)
 
 
 @pytest.mark.parametrize("validation", [0, 1, -0.1, 2])
@@ -228,9 +220,8 @@ def test_share_must_be_a_share(corpus, validation):
         prepare(corpus[0], load_tokenizer("byte"), corpus[1], validation=validation)
 
 
-def test_sidecars_are_plain_json(corpus):
+def test_files_of_a_cache(corpus):
     folder, cache = corpus
     shard = prepare(folder, load_tokenizer("byte"), cache).train
-    meta = json.loads(shard.path.with_suffix(".json").read_text())
-    assert meta["tokenizer"] == "byte" and meta["count"] == shard.count and "path" not in meta
-    assert {path.name for path in shard.path.parent.iterdir()} == {*SPLITS, "train.json", "validation.json"}
+    expected = {f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".idx", ".json")}
+    assert {path.name for path in shard.path.parent.iterdir()} == expected

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.data.tokens import TokenShard
+from octavo.data.indexed import IndexedShard
 
 ROUNDS = 4
 
@@ -34,7 +34,7 @@ class TokenStream:
 
     def __init__(
         self,
-        shards: TokenShard | Sequence[TokenShard],
+        shards: IndexedShard | Sequence[IndexedShard],
         seq_len: int,
         batch_size: int,
         *,
@@ -43,7 +43,7 @@ class TokenStream:
         world: int = 1,
         pin_memory: bool = False,
     ) -> None:
-        self.shards = (shards,) if isinstance(shards, TokenShard) else tuple(shards)
+        self.shards = (shards,) if isinstance(shards, IndexedShard) else tuple(shards)
         if not self.shards:
             raise ValueError("no shard to read: prepare the data first")
         if seq_len < 1 or batch_size < 1:
@@ -53,7 +53,7 @@ class TokenStream:
         names = {shard.tokenizer for shard in self.shards}
         if len(names) > 1:
             raise ValueError(
-                f"the shards are of {len(names)} tokenizers ({', '.join(sorted(names))}): prepare all with one"
+                f"the shards are of {len(names)} tokenizers ({', '.join(sorted(map(str, names)))}): prepare all with one"
             )
         windows = [max(0, shard.count - 1) // seq_len for shard in self.shards]
         self.windows = sum(windows)
