@@ -9,6 +9,7 @@ Shapes: B sequences, T tokens, H query heads, G key/value heads, D channels of a
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from octavo.models.config import TransformerConfig
+from octavo.models.config import RopeScaling, TransformerConfig
 
 ATTENTION_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -55,14 +56,28 @@ def make_norm(config: TransformerConfig) -> LayerNorm | RMSNorm:
     return norm(config.dim, eps=config.norm_eps)
 
 
-def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position · theta^(-2i/D), FP32 [T, D/2].
+def rotary_table(
+    seq_len: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · theta^(-2i/D), the frequencies stretched by `scaling`, FP32 [T, D/2].
 
     Computed at each forward rather than kept in a buffer, which `model.to(bfloat16)` would round and a meta device would lose.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    if scaling is not None:
+        frequencies = _stretch(frequencies, scaling)
     angles = torch.arange(seq_len, dtype=torch.float32, device=device)[:, None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """The frequencies, radians a position, divided as `RopeScaling` says."""
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.original * frequencies / (2 * math.pi)
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(slow, frequencies, share.clamp(0, 1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -83,14 +98,16 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.n_heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
-        self.qkv = Linear(config.dim, (self.n_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.out = Linear(config.dim, config.dim, bias=False)
+        self.rotary = config.positions == "rotary"
+        self.qkv = Linear(config.dim, (self.n_heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
+        self.out = Linear(config.attention_width, config.dim, bias=config.out_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, T, C] → [B, T, C]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.n_heads, self.kv_heads, self.kv_heads), dim=-2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.rotary:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -106,8 +123,8 @@ class GELUFeedForward(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.up = Linear(config.dim, config.ffn_width, bias=False)
-        self.out = Linear(config.ffn_width, config.dim, bias=False)
+        self.up = Linear(config.dim, config.ffn_width, bias=config.ffn_bias)
+        self.out = Linear(config.ffn_width, config.dim, bias=config.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.gelu(self.up(x), approximate="tanh"))
@@ -118,8 +135,8 @@ class SwiGLUFeedForward(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate_up = Linear(config.dim, 2 * config.ffn_width, bias=False)
-        self.out = Linear(config.ffn_width, config.dim, bias=False)
+        self.gate_up = Linear(config.dim, 2 * config.ffn_width, bias=config.ffn_bias)
+        self.out = Linear(config.ffn_width, config.dim, bias=config.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

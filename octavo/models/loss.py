@@ -11,6 +11,7 @@ gradient of the logits no range.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,25 +43,37 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
+    classes: int | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
     chunk_loss: ChunkLoss = chunk_loss,
 ) -> Tensor:
     """Mean cross-entropy of x Wᵀ against `targets`, a 0-d FP32 tensor; 0 if every target is `IGNORE`.
 
     x [n, C] in the compute dtype, weight [V, C] of any dtype (cast to that of x), targets int64 [n]. A chunk holds
-    `chunk_elements` logits; `chunk_loss` may be a compiled one. It can be differentiated once.
+    `chunk_elements` logits; `chunk_loss` may be a compiled one. Rows of `weight` from `classes` on are padding: they take no
+    probability and get a gradient of zero. It can be differentiated once.
     """
+    classes = len(weight) if classes is None else classes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(x, weight, targets, chunk_elements, chunk_loss)
+        return _LinearCrossEntropy.apply(x, weight, targets, classes, chunk_elements, chunk_loss)
     w = weight.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for rows in _chunks(len(x), len(w), chunk_elements):
-        loss += F.cross_entropy((x[rows] @ w.t()).float(), targets[rows], ignore_index=IGNORE, reduction="sum")
+        logits = _logits(x[rows], w, classes).float()
+        loss += F.cross_entropy(logits, targets[rows], ignore_index=IGNORE, reduction="sum")
     return loss / _count(targets)
 
 
 def _count(targets: Tensor) -> Tensor:
     return (targets != IGNORE).sum().clamp(min=1)
+
+
+def _logits(x: Tensor, weight: Tensor, classes: int) -> Tensor:
+    """x Wᵀ, minus infinity for padding: masked rather than cut off, since a GEMM of an odd width is slow."""
+    logits = x @ weight.t()
+    if classes < len(weight):
+        logits[:, classes:] = -math.inf
+    return logits
 
 
 def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
@@ -71,14 +84,20 @@ def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_elements: int, chunk_loss: ChunkLoss
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        classes: int,
+        chunk_elements: int,
+        chunk_loss: ChunkLoss,
     ) -> Tensor:
         w = weight.to(x.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(x), len(w), chunk_elements):
-            chunk_sum, gradient = chunk_loss(x[rows] @ w.t(), targets[rows])
+            chunk_sum, gradient = chunk_loss(_logits(x[rows], w, classes), targets[rows])
             loss += chunk_sum
             if dx is not None:
                 dx[rows] = gradient @ w
@@ -95,4 +114,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grad_outputs[0] / count
         dx = None if dx is None else (dx.float() * factor).to(dx.dtype)
         dw = None if dw is None else (dw * factor).to(ctx.weight_dtype)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.padded_vocab_size, config.dim)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_seq_len, config.dim) if learned else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = make_norm(config)
         self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.padded_vocab_size, bias=False)
@@ -48,9 +51,11 @@ class Transformer(nn.Module):
         recipe: str | Recipe | None = None,
         device: str | torch.device = "cpu",
         seed: int = 0,
+        fill: Callable[[str, Tensor], None] | None = None,
     ) -> Transformer:
         """An initialised model on `device`, its blocks converted to `recipe` if there is one.
 
+        `fill(name, parameter)` writes the values of a parameter in place of those of the seed, say from a checkpoint.
         The peak of memory is the finished model and one block in FP32. Equal seeds give equal models on devices of one kind.
         """
         with torch.device("meta"):
@@ -60,7 +65,11 @@ class Transformer(nn.Module):
             for module in part.modules():
                 module.to_empty(device=device, recurse=False)
                 for name, parameter in module.named_parameters(recurse=False):
-                    model._initialize(f"{names[module]}.{name}", parameter, seed)
+                    if fill is None:
+                        model._initialize(f"{names[module]}.{name}", parameter, seed)
+                    else:
+                        with torch.no_grad():
+                            fill(f"{names[module]}.{name}", parameter)
             if recipe is not None and isinstance(part, Block):
                 convert(part, recipe)
         if recipe is not None:
@@ -68,9 +77,9 @@ class Transformer(nn.Module):
         return model
 
     def parts(self) -> list[nn.Module]:
-        """The modules that hold the parameters, in the order of the forward: embedding, blocks, norm, head."""
-        parts = [self.embedding, *self.blocks, self.norm]
-        return parts if self.lm_head is None else [*parts, self.lm_head]
+        """The modules that hold the parameters, in the order of the forward: embedding, positions, blocks, norm, head."""
+        parts = [self.embedding, self.positions, *self.blocks, self.norm, self.lm_head]
+        return [part for part in parts if part is not None]
 
     @torch.no_grad()
     def _initialize(self, name: str, parameter: Tensor, seed: int) -> None:
@@ -91,7 +100,9 @@ class Transformer(nn.Module):
                 f"the sequence has {tokens.shape[1]} tokens and max_seq_len is {config.max_seq_len}: cut it, or build with more"
             )
         x = self.embedding(tokens).to(config.dtype)
-        cos, sin = rotary_table(tokens.shape[1], config.head_dim, config.rope_theta, device)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]].to(config.dtype)
+        cos, sin = rotary_table(tokens.shape[1], config.head_dim, config.rope_theta, device, config.rope_scaling)
         recompute = config.recompute == "full" and torch.is_grad_enabled()
         with best_attention(device):
             for block in self.blocks:
@@ -110,11 +121,14 @@ class Transformer(nn.Module):
         head = self.lm_head
         if targets is None or not (head is None or type(head) is Linear):
             logits = F.linear(x, self.embedding.weight.to(x.dtype)) if head is None else head(x)
+            logits = logits[..., : self.config.vocab_size]
             if targets is None:
-                return logits[..., : self.config.vocab_size]
+                return logits
             return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
         weight = self.embedding.weight if head is None else head.weight
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), chunk_loss=self._chunk_loss)
+        return linear_cross_entropy(
+            x.flatten(0, 1), weight, targets.flatten(), classes=self.config.vocab_size, chunk_loss=self._chunk_loss
+        )
 
     def compile_blocks(self) -> None:
         """`torch.compile` each block, which share one compilation, and the loss; parameter names stay as they are."""
