@@ -84,7 +84,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[s
 
     Raises `CheckpointError`, in one sentence, when the disk is full or cannot be written; nothing else has changed then.
     """
-    final = folder / f"step-{step:08d}"
+    final = folder / name_of(step)
     temporary = folder / (TEMPORARY + final.name)
     need = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     try:
@@ -209,6 +209,11 @@ def check_match(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any])
                 f"{path} cannot be resumed: it was saved with {key} = {_show(before.get(key))}, and this run has "
                 f"{key} = {_show(now.get(key))}; use the saved value, or another folder (--set out=…) for a new run"
             )
+
+
+def name_of(step: int) -> str:
+    """Name of the folder that holds the checkpoint of this step."""
+    return f"step-{step:08d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -264,7 +264,7 @@ class Trainer:
 
     def _save(self) -> None:
         newest = checkpoint.latest(self._checkpoints)
-        if newest is not None and checkpoint.read_meta(newest)["step"] == self.step:
+        if newest is not None and newest.name == checkpoint.name_of(self.step):
             return
         with self._off_the_clock():
             meta = {
