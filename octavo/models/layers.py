@@ -81,10 +81,23 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates channel pairs (i, i + D/2) of x [B, T, heads, D] by the angles of `rotary_table`; FP32 inside."""
-    cos, sin = cos[:, None], sin[:, None]
+    """Rotates channel pairs (i, i + D/2) of x [B, T, heads, D] by angles [T, D/2] or [B, T, D/2]; FP32 inside."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def document_places(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Where tokens stand in their documents, int64 [B, T] from 0, and which others each one sees, bool [B, 1, T, T].
+
+    `documents` [B, T] holds a number for each token; neighbours with equal numbers are of one document. The mask is causal and
+    block-diagonal, a byte for each pair of tokens of a sequence, made once for all blocks.
+    """
+    index = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    first = torch.where(begins, index, 0).cummax(dim=1).values
+    mask = (index[:, None] >= index) & (index >= first[:, :, None])
+    return index - first, mask[:, None]
 
 
 def best_attention(device: torch.device) -> AbstractContextManager:
@@ -93,7 +106,10 @@ def best_attention(device: torch.device) -> AbstractContextManager:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, one GEMM for queries, keys and values."""
+    """Causal self-attention, one GEMM for queries, keys and values.
+
+    Without a mask the fastest kernels of `ATTENTION_BACKENDS` run; with one, those that take a mask.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -102,18 +118,23 @@ class Attention(nn.Module):
         self.qkv = Linear(config.dim, (self.n_heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.out = Linear(config.attention_width, config.dim, bias=config.out_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, C] → [B, T, C]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, T, C] → [B, T, C]; a token sees those before it, or those that `mask` bool [B, 1, T, T] lets it see."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.n_heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.rotary:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        grouped = self.kv_heads != self.n_heads
+        if grouped and mask is not None:  # the memory-efficient kernel, which takes a mask, knows no groups
+            k, v = (t.repeat_interleave(self.n_heads // self.kv_heads, dim=-2) for t in (k, v))
+            grouped = False
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.kv_heads != self.n_heads,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=grouped,
         )
         return self.out(y.transpose(1, 2).flatten(-2))
 
@@ -153,7 +174,7 @@ class Block(nn.Module):
         self.ffn_norm = make_norm(config)
         self.ffn = GELUFeedForward(config) if config.dialect == "gpt" else SwiGLUFeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, C] → [B, T, C], in the dtype of x."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, T, C] → [B, T, C], in the dtype of x; `mask` as in `Attention`."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.ffn(self.ffn_norm(x))

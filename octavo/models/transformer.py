@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.convert import convert
 from octavo.models.config import TransformerConfig
-from octavo.models.layers import Block, Linear, best_attention, make_norm, rotary_table
+from octavo.models.layers import Block, Linear, best_attention, document_places, make_norm, rotary_table
 from octavo.models.loss import IGNORE, chunk_loss, linear_cross_entropy
 from octavo.recipe import Recipe
 
@@ -92,32 +92,39 @@ class Transformer(nn.Module):
         std = INIT_STD / math.sqrt(2 * self.config.n_layers) if name.endswith("out.weight") else INIT_STD
         parameter.normal_(std=std, generator=generator)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [B, T] → the normalised output of the last block, [B, T, C] in `config.dtype`."""
+    def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens int64 [B, T] → the normalised output of the last block, [B, T, C] in `config.dtype`; `documents` as in `forward`."""
         config, device = self.config, tokens.device
         if tokens.shape[1] > config.max_seq_len:
             raise ValueError(
                 f"the sequence has {tokens.shape[1]} tokens and max_seq_len is {config.max_seq_len}: cut it, or build with more"
             )
+        if documents is not None and documents.shape != tokens.shape:
+            raise ValueError(
+                f"documents {list(documents.shape)} must have a number for each of tokens {list(tokens.shape)}"
+            )
         x = self.embedding(tokens).to(config.dtype)
+        places, mask = (slice(tokens.shape[1]), None) if documents is None else document_places(documents)
         if self.positions is not None:
-            x = x + self.positions.weight[: tokens.shape[1]].to(config.dtype)
+            x = x + self.positions.weight[places].to(config.dtype)
         cos, sin = rotary_table(tokens.shape[1], config.head_dim, config.rope_theta, device, config.rope_scaling)
+        cos, sin = cos[places], sin[places]
         recompute = config.recompute == "full" and torch.is_grad_enabled()
         with best_attention(device):
             for block in self.blocks:
                 if recompute:
-                    x = checkpoint(_run, block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(_run, block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, cos, sin)
+                    x = block(x, cos, sin, mask)
         return self.norm(x)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """tokens int64 [B, T] → logits [B, T, vocab_size] in `config.dtype`.
 
-        With `targets` int64 [B, T], the mean cross-entropy instead, 0-d FP32; targets of -100 do not count.
+        With `targets` int64 [B, T], the mean cross-entropy instead, 0-d FP32; targets of -100 do not count. `documents`, integers
+        [B, T], keeps neighbours of different numbers apart: no token sees another document, and positions restart in each.
         """
-        x = self.hidden(tokens)
+        x = self.hidden(tokens, documents)
         head = self.lm_head
         if targets is None or not (head is None or type(head) is Linear):
             logits = F.linear(x, self.embedding.weight.to(x.dtype)) if head is None else head(x)
@@ -165,7 +172,7 @@ class Transformer(nn.Module):
         return tokens
 
 
-def _run(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _run(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
     """One block; it is run again in backward, outside the forward that chose the kind of attention."""
     with best_attention(x.device):
-        return block(x, cos, sin)
+        return block(x, cos, sin, mask)
