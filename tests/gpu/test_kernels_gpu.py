@@ -168,13 +168,21 @@ def test_cast_transpose(cuda, m, k, fmt, dtype, seed):
         assert_same_bits(codes_t if one_t is None else one_t, codes_t)
 
 
-@pytest.mark.parametrize("shape", [(1000, 3000), (129, 4096)], ids=str)
-def test_cast_transpose_of_several_tiles_has_no_stray_bytes(cuda, shape, seed):
+# Whole tiles on both sides, as real layers have: (tokens, features) and (out features, features).
+@pytest.mark.parametrize(
+    "shape", [(1000, 3000), (129, 4096), (256, 384)] + ([] if INTERPRETED else [(65_536, 768), (768, 3072)]), ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "fmt"),
+    [(torch.bfloat16, E4M3), (torch.bfloat16, E5M2), (torch.float16, E4M3), (torch.float32, E4M3)],
+    ids=["input", "grad_output", "master", "weight"],
+)
+def test_cast_transpose_of_several_tiles_has_no_stray_bytes(cuda, dtype, fmt, shape, seed):
     """triton#11111: transposed 1-byte stores beside NaN-propagating maxima left stray NaN bytes."""
-    for _ in range(5):
-        x = on(torch.randn(shape).bfloat16())
-        codes, codes_t, amax = cuda.cast_transpose_amax(x, scalar(16.0), E4M3.dtype)
-        want = reference.cast_transpose(x, scalar(16.0), E4M3.dtype)
+    for _ in range(3):
+        x = on(torch.randn(shape)).to(dtype)
+        codes, codes_t, amax = cuda.cast_transpose_amax(x, scalar(16.0), fmt.dtype)
+        want = reference.cast_transpose(x, scalar(16.0), fmt.dtype)
         assert_same_bits(codes, want[0])
         assert_same_bits(codes_t, want[1])
         assert amax == x.abs().max()
