@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from octavo.data import IndexedShard, IndexedWriter, TokenStream
-from octavo.data.stream import permute
+from octavo.data.stream import Source, permute
 
 
 @pytest.fixture
@@ -127,14 +128,14 @@ def test_resume_on_another_number_of_ranks(make_shard, seed):
     assert torch.equal(torch.cat([take(rank, 1)[0] for rank in ranks]), take(stream, 1)[0])
 
 
-@pytest.mark.parametrize("change", ["seq_len", "seed", "shards"])
+@pytest.mark.parametrize("change", ["seq_len", "seed", "text.tokens"])
 def test_state_of_another_stream_is_refused_and_changes_nothing(make_shard, change):
     shard = make_shard(1000)
     state = TokenStream(shard, 16, 4, seed=1).state_dict()
     stream = {
         "seq_len": TokenStream(shard, 32, 4, seed=1),
         "seed": TokenStream(shard, 16, 4, seed=2),
-        "shards": TokenStream(make_shard(1001), 16, 4, seed=1),
+        "text.tokens": TokenStream(make_shard(1001), 16, 4, seed=1),
     }[change]
     next(stream)
     with pytest.raises(ValueError, match=f"saved with {change}="):
@@ -159,17 +160,211 @@ def test_smallest_text(make_shard):
         ({"batch_size": 0}, "batch_size=0"),
         ({"rank": 2, "world": 2}, "rank=2"),
         ({"rank": -1}, "rank=-1"),
-        ({"shards": []}, "no shard"),
+        ({"sources": []}, "no shard"),
+        ({"sources": [Source("a", ())]}, "no shard"),
+        ({"documents": "apart"}, "documents='apart' must be"),
     ],
 )
 def test_wrong_arguments(make_shard, arguments, message):
     with pytest.raises(ValueError, match=message):
-        TokenStream(**{"shards": make_shard(100), "seq_len": 8, "batch_size": 2, **arguments})
+        TokenStream(**{"sources": make_shard(100), "seq_len": 8, "batch_size": 2, **arguments})
 
 
 def test_shards_of_two_tokenizers_do_not_mix(make_shard):
     with pytest.raises(ValueError, match=r"2 tokenizers \(a, b\)"):
         TokenStream([make_shard(100, 0, "a"), make_shard(100, 1, "b")], 8, 2)
+
+
+def test_an_empty_shard_among_others_is_nothing(make_shard):
+    stream = TokenStream([make_shard(0), make_shard(100)], 8, 2)
+    assert stream.windows == 12 and next(stream)[0].shape == (2, 8)
+
+
+def test_the_order_of_one_source_never_changes(make_shard):
+    """Saved runs depend on it: the windows of the first epochs are the permutation under (seed, epoch)."""
+    stream = TokenStream(make_shard(10 * 4 + 1), 4, 10, seed=3)
+    for epoch in range(2):
+        expected = permute(np.arange(10), 10, (3, epoch)) * 4
+        assert next(stream)[0][:, 0].tolist() == expected.tolist()
+
+
+# --- mixtures
+
+
+@pytest.fixture
+def make_mixture(make_shard):
+    """Three sources whose tokens show where they come from: 0 …, 20,000 … in two shards, and 40,000 ….
+
+    With 9 tokens a window there are 50, 20 + 7 and 12 windows of seq_len 8.
+    """
+
+    def make(weights=(0.5, 0.3, 0.2), epochs=(None, None, None)) -> list[Source]:
+        shards = [
+            (make_shard(403),),
+            (make_shard(161, 20_000), make_shard(60, 30_000)),
+            (make_shard(103, 40_000),),
+        ]
+        return [Source(*parts) for parts in zip("abc", shards, weights, epochs, strict=True)]
+
+    return make
+
+
+def source_of(inputs: torch.Tensor) -> list[int]:
+    return (inputs[:, 0] // 20_000).tolist()
+
+
+def test_shares_are_exact(make_mixture, seed):
+    stream = TokenStream(make_mixture(), 8, 10, seed=seed)
+    counts = np.zeros(3)
+    for step, inputs in enumerate(take(stream, 60), 1):
+        counts += np.bincount(source_of(inputs), minlength=3)
+        assert np.abs(counts - step * 10 * np.array([0.5, 0.3, 0.2])).max() <= 0.5 + 1.5 * 0.5
+    assert counts.tolist() == [300, 180, 120]
+    assert stream.epochs == {"a": 300 / 50, "b": 180 / 27, "c": 120 / 12}
+
+
+def test_every_window_of_a_source_comes_once_an_epoch(make_mixture, seed):
+    inputs = torch.cat(take(TokenStream(make_mixture(), 8, 10, seed=seed), 60))
+    starts = {
+        "a": range(0, 400, 8),
+        "b": [*range(20_000, 20_160, 8), *range(30_000, 30_056, 8)],
+        "c": range(40_000, 40_096, 8),
+    }
+    for number, expected in enumerate(starts.values()):
+        own = [
+            first for first, source in zip(inputs[:, 0].tolist(), source_of(inputs), strict=True) if source == number
+        ]
+        epochs = [sorted(own[i : i + len(expected)]) for i in range(0, len(own) - len(expected) + 1, len(expected))]
+        assert len(epochs) >= 6 and all(epoch == sorted(expected) for epoch in epochs)
+        assert own[: len(expected)] != own[len(expected) : 2 * len(expected)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+def test_ranks_share_one_order_of_a_mixture(make_mixture, world, seed):
+    sources = make_mixture(epochs=(None, 2.0, 1.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = torch.cat(take(TokenStream(sources, 8, 12, seed=seed), 20))
+        ranks = [TokenStream(sources, 8, 12 // world, seed=seed, rank=rank, world=world) for rank in range(world)]
+        parts = [take(stream, 20) for stream in ranks]
+    assert torch.equal(torch.cat([parts[rank][step] for step in range(20) for rank in range(world)]), whole)
+    assert all(stream.state_dict() == ranks[0].state_dict() for stream in ranks)
+
+
+@pytest.mark.filterwarnings("ignore:source")
+def test_a_mixture_resumes_to_the_token_at_any_batch_and_world(make_mixture, seed):
+    sources = make_mixture(epochs=(None, 2.0, 1.0))
+    whole = torch.cat(take(TokenStream(sources, 8, 6, seed=seed), 40))
+    for taken in (1, 7, 13, 20):
+        stream = TokenStream(sources, 8, 6, seed=seed)
+        take(stream, taken)
+        state = json.loads(json.dumps(stream.state_dict()))
+        assert len(json.dumps(state)) < 600
+        ranks = [TokenStream(sources, 8, 3, seed=seed, rank=rank, world=4) for rank in range(4)]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        rest = torch.cat([torch.cat([next(rank)[0] for rank in ranks]) for _ in range(3)])
+        assert torch.equal(rest, whole[taken * 6 : taken * 6 + 36])
+
+
+def test_a_used_up_source_is_announced_once_and_shares_its_place(make_mixture, seed):
+    """c gives its 12 windows once, 20 of 100 windows while it lasts, then a and b go on as 5 to 3."""
+    sources = make_mixture(epochs=(None, None, 1.0))
+    stream = TokenStream(sources, 8, 10, seed=seed)
+    with pytest.warns(
+        UserWarning, match=r"source c has been read 1 times after \d\d sequences; .*: a 62.5%, b 37.5%"
+    ) as caught:
+        counts = np.bincount(source_of(torch.cat(take(stream, 70))), minlength=3)
+    assert len(caught) == 1
+    assert counts[2] == 12 and abs(counts[0] - counts[1] * 5 / 3) < 4
+    again = TokenStream(sources, 8, 10, seed=seed)
+    again.load_state_dict(stream.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(again)
+
+
+@pytest.mark.filterwarnings("ignore:source")
+def test_a_stream_ends_with_the_reason_when_all_sources_are_used_up(make_mixture, seed):
+    stream = TokenStream(make_mixture(epochs=(1.0, 2.0, 0.5)), 8, 10, seed=seed)
+    assert stream.total == 50 + 54 + 6
+    windows = torch.cat(take(stream, 11))
+    assert np.bincount(source_of(windows)).tolist() == [50, 54, 6]
+    with pytest.raises(ValueError, match="hold 110 sequences of 8 tokens within their max_epochs, and 120 are wanted"):
+        next(stream)
+    assert stream.position == 110
+    stream.check_length(110)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": (0.5, 0.3, 0.3)}, r"saved with c\.weight=0\.2 and now has 0\.3"),
+        ({"epochs": (None, None, 3.0)}, r"saved with c\.max_epochs=None and now has 3\.0"),
+    ],
+)
+def test_state_of_another_mixture_is_refused(make_mixture, change, message):
+    state = TokenStream(make_mixture(), 8, 2).state_dict()
+    with pytest.raises(ValueError, match=message):
+        TokenStream(make_mixture(**change), 8, 2).load_state_dict(state)
+    with pytest.raises(ValueError, match="saved with sources=a, b, c and now has a, b"):
+        TokenStream(make_mixture()[:2], 8, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+def test_weights_must_be_positive(make_shard, weight):
+    with pytest.raises(ValueError, match=f"weight of source a is {weight}: it must be a positive number"):
+        Source("a", (make_shard(100),), weight)
+    with pytest.raises(ValueError, match=f"max_epochs of source a is {weight}"):
+        Source("a", (make_shard(100),), 1.0, weight)
+
+
+def test_each_source_must_have_a_window(make_shard):
+    sources = [Source("a", (make_shard(100),)), Source("b", (make_shard(7), make_shard(8, 9)))]
+    with pytest.raises(
+        ValueError, match=r"source b: .*8-9-byte\.bin holds 8 tokens, fewer than the 9 that seq_len=8 needs"
+    ):
+        TokenStream(sources, 8, 2)
+    with pytest.raises(ValueError, match="source a: .*max_epochs=0.01 of them is not one window"):
+        TokenStream([Source("a", (make_shard(100),), 1.0, 0.01)], 8, 2)
+    with pytest.raises(ValueError, match="two sources are called a"):
+        TokenStream([sources[0], sources[0]], 8, 2)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_file_and_position(tmp_path, make_shard):
+    with IndexedWriter(tmp_path / "wrong", "int32") as writer:
+        writer.add([*range(30), 257, *range(30)])
+    stream = TokenStream(IndexedShard.open(tmp_path / "wrong"), 10, 6, vocab_size=257)
+    with pytest.raises(ValueError, match=r"wrong\.bin holds token id 257 at position 30, and the vocabulary has 257"):
+        next(stream)
+    assert stream.position == 0
+    assert next(TokenStream(IndexedShard.open(tmp_path / "wrong"), 10, 6, vocab_size=258))
+    with IndexedWriter(tmp_path / "negative", "int32") as writer:
+        writer.add([3, 4, -1, *range(20)])
+    with pytest.raises(ValueError, match=r"negative\.bin holds token id -1 at position 2"):
+        next(TokenStream(IndexedShard.open(tmp_path / "negative"), 10, 2, vocab_size=300))
+    # the shards' own vocabulary, 60,000 here, is the default
+    assert TokenStream(make_shard(100), 8, 2).vocab_size == 60_000
+
+
+# --- documents
+
+
+def test_documents_are_numbered_and_no_target_is_in_another(tmp_path, seed):
+    """Token i is i, so that its document can be looked up."""
+    lengths = np.random.randint(1, 40, size=60)
+    ends = np.cumsum(lengths)
+    with IndexedWriter(tmp_path / "shard", "int32") as writer:
+        for length, end in zip(lengths, ends, strict=True):
+            writer.add(np.arange(end - length, end))
+    shard = IndexedShard.open(tmp_path / "shard")
+    joined, separate = (TokenStream(shard, 32, 4, seed=seed, documents=kind) for kind in ("joined", "separate"))
+    for (tokens, following), (inputs, targets, documents) in itertools.islice(zip(joined, separate, strict=False), 8):
+        assert torch.equal(tokens, inputs) and documents.dtype == torch.int32 and documents.shape == inputs.shape
+        of = torch.from_numpy(np.searchsorted(ends, inputs.numpy(), side="right"))
+        assert torch.equal(documents, (of - of[:, :1]).int())
+        crosses = torch.from_numpy(np.searchsorted(ends, following.numpy(), side="right")) != of
+        assert crosses.any() and torch.equal(targets, following.masked_fill(crosses, -100))
 
 
 @pytest.mark.gpu
