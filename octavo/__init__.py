@@ -9,6 +9,7 @@ models (`octavo.models`) and the data (`octavo.data`) are imported by name.
 __version__ = "0.1.0"  # first: octavo's own modules may read it
 
 from octavo.convert import convert, convert_report, export, initialize
+from octavo.distributed import DataParallel
 from octavo.formats import BF16, E4M3, E5M2, FP16, FP32, Format, NumericsError
 from octavo.linear import FP8Linear
 from octavo.memory import memory_report
@@ -27,6 +28,7 @@ __all__ = [
     "Adam",
     "clip_grad_norm_",
     "memory_report",
+    "DataParallel",
     # precision as data
     "Recipe",
     "RECIPES",

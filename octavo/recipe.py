@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from octavo.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
@@ -58,6 +58,14 @@ class Recipe:
     """Scales of GEMM operands: from the tensor itself, or from a window of past maxima."""
     power_of_two: bool = True
     """Restrict scales to powers of two, which lose no mantissa bits and re-scale exactly."""
+    grad_reduce: Literal["two_shot", "nccl", "hierarchical", "bf16", "fp32"] = "two_shot"
+    """How gradients are summed over ranks: FP8 with one rounding, FP8 as NCCL sums it, FP8 in two levels, or in BF16 or FP32."""
+    grad_scaling: Literal["auto", "pre", "post"] = "auto"
+    """What multiplies FP8 gradients before they are summed: µ of Eq. 3, 1/ranks (Eq. 1) or 1 (Eq. 2)."""
+    mu_threshold: float = 1e-5
+    """Share of values at the largest code above which µ is halved."""
+    mu_period: int = 1000
+    """Steps in which µ doubles."""
 
     def __post_init__(self) -> None:
         gemm = (self.input, self.weight, self.grad_output)
@@ -85,6 +93,14 @@ class Recipe:
             raise self._error(f"rounding is {self.rounding!r}: use 'nearest' or 'stochastic'")
         if self.scaling not in ("current", "delayed"):
             raise self._error(f"scaling is {self.scaling!r}: use 'current' or 'delayed'")
+        for field in ("grad_reduce", "grad_scaling"):
+            choices = get_args(get_type_hints(Recipe)[field])
+            if getattr(self, field) not in choices:
+                raise self._error(f"{field} is {getattr(self, field)!r}: use one of {', '.join(choices)}")
+        if not 0 <= self.mu_threshold < 1 or self.mu_period < 1:
+            raise self._error(
+                f"mu_threshold={self.mu_threshold} and mu_period={self.mu_period} must be a share in [0, 1) and at least one step"
+            )
 
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"recipe {self.name!r}: {reason}")

@@ -1,0 +1,121 @@
+"""Algorithms that sum a bucket of gradients over ranks.
+
+| name         | what travels                       | sum                           | rounded to E4M3                |
+|--------------|------------------------------------|-------------------------------|--------------------------------|
+| two_shot     | all-to-all and all-gather of codes | FP32 on the rank of the part  | once                           |
+| hierarchical | the same in a node, then between   | FP32                          | once a level                   |
+| nccl         | FP8 all-reduce of the backend      | along the ring                | at each of N - 1 hops          |
+| bf16, fp32   | all-reduce of real values          | the backend's, in that format | once, into the stored gradient |
+
+An FP8 algorithm takes E4M3 codes [rows, ROW] of one shared scale (see `scales`), writes the sum's codes over them, and returns
+the `gain` of each tensor: codes = gain · Σ codes_i. All ranks end with the same bits.
+
+`two_shot` casts each tensor's sum with a scale of its own, from the largest sum in any rank's part (one more small collective), so
+no result depends on where a tensor lies in its bucket, on the size of buckets or on which rank sums: the bits are those
+of one process that adds all ranks' codes. The same bytes go over the wire as in a ring.
+
+`nccl` is the published method. Where the backend cannot sum FP8 (gloo), the codes of each part go to the rank where the ring would
+end, which adds them in the ring's order and rounds at each hop: the same values and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo import kernels
+from octavo.distributed.codes import exact_sum, ring_sum
+from octavo.distributed.collectives import Ranks
+from octavo.distributed.layout import ROW, Layout
+from octavo.formats import E4M3
+
+GRADIENTS, SCALES = "gradients", "scales"
+"""Kinds of bytes on the wire."""
+
+Algorithm = Callable[[Tensor, Layout, Ranks], Tensor]
+
+
+def fresh_cast(total: Tensor, amax: Tensor, layout: Layout, part: slice) -> tuple[Tensor, Tensor]:
+    """(codes, gain): FP32 sums [rows of the part, ROW], cast with the largest power of two with which no sum saturates.
+
+    `amax` is the largest sum of each whole tensor, FP32 [T]; the codes of a tensor where it is not finite are NaN.
+    """
+    # Another gain, 448 / amax, rounds sums of few codes better (they lie half-way between two codes less often: 0.4 dB on 2 ranks, 0.1
+    # on 4), but moves the codes of equal gradients all in one direction: their mean can be 2% too small, and here is exact.
+    gain = kernels.scale_from_amax(amax, E4M3.max)
+    visible = torch.where(amax.isfinite(), gain, torch.nan)
+    return kernels.cast(total, layout.spread(visible, part), E4M3.dtype, block=ROW), gain
+
+
+def two_shot(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
+    """All-to-all, FP32 sum, one cast, all-gather."""
+    return _level(codes, layout, ranks, ranks, slice(0, layout.rows), lambda mine: torch.ones_like(layout.numel))
+
+
+def hierarchical(node: Ranks, across: Ranks) -> Algorithm:
+    """Two-shot among the ranks of a `node`, and within it, for the part that a rank has summed, among its peers `across` nodes.
+
+    Ranks are numbered node by node. Of each tensor 1/ranks-per-node crosses the slow link, in FP8.
+    """
+
+    def reduce(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
+        each = layout.rows // node.world
+        part = slice(node.rank * each, (node.rank + 1) * each)
+
+        def between(mine: Tensor) -> Tensor:
+            return _level(mine, layout, across, ranks, part, lambda _: torch.ones_like(layout.numel))
+
+        return _level(codes, layout, node, ranks, slice(0, layout.rows), between)
+
+    return reduce
+
+
+def _level(
+    codes: Tensor, layout: Layout, peers: Ranks, all_ranks: Ranks, rows: slice, inner: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """One two-shot over `peers` of `codes`, which are the `rows` of the bucket; `inner` may sum the part of this rank further."""
+    each = (rows.stop - rows.start) // peers.world
+    part = slice(rows.start + peers.rank * each, rows.start + (peers.rank + 1) * each)
+    received = torch.empty_like(codes)
+    peers.all_to_all(received, codes, GRADIENTS)
+    total = exact_sum(received.view(peers.world, each, ROW))
+    amax = layout.maximum(kernels.amax(total, block=ROW).squeeze(1), part)
+    all_ranks.all_reduce(amax, dist.ReduceOp.MAX, SCALES)
+    mine, gain = fresh_cast(total, amax, layout, part)
+    gain = gain * inner(mine)
+    peers.all_gather(codes, mine, GRADIENTS)
+    return gain
+
+
+def nccl(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
+    """The backend's FP8 all-reduce, or the same hop by hop."""
+    if ranks.sums_fp8:
+        ranks.all_reduce(codes, dist.ReduceOp.SUM, GRADIENTS)
+    else:
+        received = torch.empty_like(codes)
+        ranks.all_to_all(received, codes, GRADIENTS)
+        mine = ring_sum(received.view(ranks.world, -1, ROW), ranks.rank)
+        ranks.all_gather(codes, mine, GRADIENTS)
+    return torch.ones_like(layout.numel)
+
+
+def plain_mean(flat: Tensor, ranks: Ranks, in_rank_order: bool) -> None:
+    """flat = its mean over all ranks, in place; real values of any floating dtype, numel a multiple of the number of ranks.
+
+    In rank order the sum is FP32 (or FP64) and the mean is rounded once, so its bits do not depend on the position in the bucket; else
+    it is the backend's all-reduce.
+    """
+    if not in_rank_order:
+        ranks.all_reduce(flat, dist.ReduceOp.SUM, GRADIENTS)
+        flat.div_(ranks.world)
+        return
+    received = torch.empty_like(flat)
+    ranks.all_to_all(received, flat, GRADIENTS)
+    parts = received.view(ranks.world, -1)
+    total = parts[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    ranks.all_gather(flat, total.div_(ranks.world).to(flat.dtype), GRADIENTS)

@@ -1,0 +1,210 @@
+"""Which gradients travel together, and how a bucket of them is reduced.
+
+Buckets follow the reverse order of the parameters, which is about the order in which backward makes their gradients. The order is a
+function of the model alone, not of what a first step happened to do, so that a resumed run has the buckets of the run that it
+continues. Converted weights, whose gradients are FP8, and plain parameters of each dtype have buckets of their own kind.
+
+Reducing works on gradients that backward has left for good, in place, and never waits for the device: on a side stream with
+CUDA, in a thread of its own elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.distributed.algorithms import SCALES, Algorithm, plain_mean
+from octavo.distributed.autoscale import AutoScale
+from octavo.distributed.codes import at_largest, rescale, row_amax
+from octavo.distributed.collectives import Ranks
+from octavo.distributed.layout import ROW, Layout
+from octavo.distributed.scales import local_scales, mean_scale, shared_scales
+from octavo.formats import E4M3
+from octavo.linear import scaled_gradient
+from octavo.tensor import ScaledTensor
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter in a bucket."""
+
+    name: str
+    param: Tensor
+    scaled: int | None
+    """Its number among the parameters with FP8 gradients, or None."""
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are reduced together, and where the current backward pass stands."""
+
+    members: list[Member]
+    layout: Layout
+    index: Tensor
+    """Numbers of the members among all parameters with FP8 gradients, int64 [members]; empty for plain ones."""
+    waiting: set[int] = field(default_factory=set)
+    """Positions of members whose gradients are not there yet."""
+    grads: list[Tensor] = field(default_factory=list)
+    """The gradients that are being reduced: those of the parameters, or new ones where a parameter has none."""
+    absent: list[bool] = field(default_factory=list)
+    """Whether the gradient is such a new one."""
+    present: Tensor | None = None
+    """Bool [members]: whether any rank has the gradient; known once it is reduced."""
+    finite: Tensor | None = None
+    """Bool, 0-d: whether all gradients were finite on all ranks."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradients are FP8."""
+        return self.members[0].scaled is not None
+
+    @property
+    def scaled_grads(self) -> list[ScaledTensor]:
+        """`grads`, where they are FP8."""
+        return cast(list[ScaledTensor], self.grads)
+
+    def start(self) -> None:
+        """Expect the gradients of a backward pass."""
+        self.waiting, self.grads, self.absent, self.present = set(range(len(self.members))), [], [], None
+
+    def take(self) -> None:
+        """Take hold of the gradients: from now on they are written by the reduction only."""
+        self.absent = [member.param.grad is None for member in self.members]
+        self.grads = [self._gradient(member) for member in self.members]
+
+    def _gradient(self, member: Member) -> Tensor:
+        param, grad = member.param, member.param.grad
+        if grad is None and member.scaled is None:
+            return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        if grad is None:
+            codes = torch.zeros(param.shape, dtype=E4M3.dtype, device=param.device)
+            return ScaledTensor(codes, torch.ones((), device=param.device), param.dtype, residual_on_add=True)
+        if grad.layout is not torch.strided:
+            raise ValueError(f"the gradient of {member.name} is sparse: use Embedding(..., sparse=False)")
+        if isinstance(grad, ScaledTensor) != (member.scaled is not None):
+            raise ValueError(
+                f"the gradient of {member.name} has changed its kind since the model was wrapped: convert the model before wrapping it"
+            )
+        return grad
+
+    def give(self) -> None:
+        """Give gradients to parameters that had none here and have one elsewhere. Only then the host waits for the device."""
+        if any(self.absent):
+            assert self.present is not None
+            for member, grad, absent, present in zip(
+                self.members, self.grads, self.absent, self.present.tolist(), strict=True
+            ):
+                if absent and present:
+                    member.param.grad = grad
+        self.grads, self.present = [], None
+
+
+def assign(members: Sequence[Member], world: int, bucket_bytes: int) -> list[Bucket]:
+    """Buckets of at least `bucket_bytes` on the wire, but for the last of each kind, in the order in which they fill."""
+    open_ones: dict[tuple, list[Member]] = {}
+    done: list[list[Member]] = []
+    for member in reversed(members):
+        key = (member.scaled is not None, member.param.dtype, member.param.device)
+        if member.scaled is not None:
+            key = (True, None, member.param.device)
+        found = open_ones.setdefault(key, [])
+        found.append(member)
+        if sum(m.param.numel() * (1 if key[0] else m.param.element_size()) for m in found) >= bucket_bytes:
+            done.append(open_ones.pop(key))
+    return [_bucket(group, world) for group in [*done, *open_ones.values()]]
+
+
+def _bucket(members: list[Member], world: int) -> Bucket:
+    device = members[0].param.device
+    scaled = [member.scaled for member in members if member.scaled is not None]
+    index = torch.tensor(scaled, dtype=torch.int64, device=device)
+    return Bucket(members, Layout([member.param.shape for member in members], world, device), index)
+
+
+class Reduction:
+    """How gradients are reduced: `reduce(bucket)` makes them the mean over all ranks, in place."""
+
+    def __init__(self, ranks: Ranks, algorithm: str, fp8: Algorithm | None, autoscale: AutoScale) -> None:
+        self.ranks, self.algorithm, self.autoscale = ranks, algorithm, autoscale
+        self._fp8 = fp8
+
+    @torch.no_grad()
+    def reduce(self, bucket: Bucket) -> None:
+        """Reduce the gradients that the bucket has taken."""
+        if not bucket.is_scaled:
+            self._plain(bucket)
+        elif self._fp8 is None:
+            self._dequantised(bucket)
+        else:
+            self._scaled(bucket, self._fp8)
+
+    def _scaled(self, bucket: Bucket, algorithm: Algorithm) -> None:
+        """FP8 all the way: Eqs. 3-6."""
+        layout, grads = bucket.layout, bucket.scaled_grads
+        codes = layout.zeros(E4M3.dtype)
+        torch._foreach_copy_(layout.views(codes.view(torch.uint8)), [grad.codes.view(torch.uint8) for grad in grads])
+        residual = None
+        if any(grad.residual is not None for grad in grads):
+            residual = layout.zeros(torch.int8)
+            pairs = [
+                (v, g.residual) for v, g in zip(layout.views(residual), grads, strict=True) if g.residual is not None
+            ]
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        stored = torch.stack([grad.scale for grad in grads])
+        absent = torch.zeros(len(grads), dtype=torch.bool, device=stored.device)
+        if any(bucket.absent):
+            absent.copy_(torch.tensor(bucket.absent), non_blocking=True)
+        scales = local_scales(layout.maximum(row_amax(codes)) / stored, absent)
+        self.ranks.all_reduce(scales, dist.ReduceOp.MIN, SCALES)
+        shared = shared_scales(scales)
+        factor = self.autoscale.factor(bucket.index)
+        codes = rescale(codes, residual, layout.spread(shared.multiplier(factor) / stored))
+        gain = algorithm(codes, layout, self.ranks)
+        ratio = layout.total(at_largest(codes)) / layout.numel.clamp(min=1)
+        if self.autoscale.sums_exactly:
+            ratio = torch.zeros_like(ratio)  # the sum has a scale of its own: its largest codes have lost nothing
+        self.autoscale.update(bucket.index, ratio, shared.finite & shared.present)
+        scale = torch.where(shared.finite, mean_scale(shared.scale, factor, gain, self.ranks.world), 1.0)
+        torch._foreach_copy_([grad.codes.view(torch.uint8) for grad in grads], layout.views(codes.view(torch.uint8)))
+        torch._foreach_copy_([grad.scale for grad in grads], list(scale.unbind()))
+        for grad in grads:
+            grad._storage.residual = None
+            grad._storage.mark_written()
+        bucket.present, bucket.finite = shared.present, shared.finite.all()
+
+    def _plain(self, bucket: Bucket) -> None:
+        """Real values in their own format, or in the one that the algorithm names."""
+        grads = bucket.grads
+        wire = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(self.algorithm, grads[0].dtype)
+        torch._foreach_copy_(grads, self._mean(bucket, grads, wire))
+
+    def _dequantised(self, bucket: Bucket) -> None:
+        """FP8 gradients that travel as BF16 or FP32 and are cast again."""
+        wire = torch.bfloat16 if self.algorithm == "bf16" else torch.float32
+        grads = bucket.scaled_grads
+        mean = self._mean(bucket, [grad.dequantize(torch.float32) for grad in grads], wire)
+        for grad, value in zip(grads, mean, strict=True):
+            new = scaled_gradient(value, grad.dtype)
+            grad.codes.copy_(new.codes)
+            grad.scale.copy_(new.scale)
+            grad._storage.residual = None
+            grad._storage.mark_written()
+
+    def _mean(self, bucket: Bucket, values: list[Tensor], wire: torch.dtype) -> list[Tensor]:
+        """The means over the ranks; flags that say which rank has a gradient travel in rows of their own."""
+        layout, count = bucket.layout, len(values)
+        rows = -(-count // (ROW * layout.world)) * layout.world
+        flat = torch.zeros(layout.rows + rows, ROW, dtype=wire, device=values[0].device)
+        body, flags = flat[: layout.rows], flat[layout.rows :].view(-1)
+        torch._foreach_copy_(layout.views(body), values)
+        flags[:count] = 1.0
+        if any(bucket.absent):
+            flags[:count].copy_(~torch.tensor(bucket.absent), non_blocking=True)
+        plain_mean(flat.view(-1), self.ranks, in_rank_order=self.algorithm in ("two_shot", "hierarchical"))
+        bucket.present, bucket.finite = flags[:count] > 0, body.isfinite().all()
+        return layout.views(body)

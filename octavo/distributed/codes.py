@@ -1,0 +1,64 @@
+"""Arithmetic on buckets of E4M3 codes ([rows, ROW]): maxima, changes of scale, sums. All of it on the device, in FP32.
+
+E4M3 codes of one scale are multiples of 2^-9 up to 448, 18 bits wide. FP32 therefore adds up to 64 of them without rounding, in
+any order; with more ranks the order is that of the ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.distributed.layout import ROW
+from octavo.formats import E4M3
+
+LARGEST_CODE = 0x7E
+
+
+def row_amax(codes: Tensor) -> Tensor:
+    """The largest |code| of each row as a value, FP32 [rows]; NaN if there is one."""
+    # Magnitudes are ordered as their bits are, NaN last.
+    return (codes.view(torch.uint8) & 0x7F).amax(-1).view(E4M3.dtype).float()
+
+
+def rescale(codes: Tensor, residual: Tensor | None, factor: Tensor) -> Tensor:
+    """codes · factor, rounded once, saturated; with a residual (int8, like `codes`) from the 11 mantissa bits of both.
+
+    `factor` is FP32 [rows, 1]; NaN makes a row NaN. A power of two changes no code that stays normal.
+    """
+    one = torch.ones((), device=codes.device)
+    if residual is None:
+        values = kernels.uncast(codes, one)
+    else:
+        values = kernels.uncast_residual(codes, residual, one)
+    return kernels.cast(values, factor, E4M3.dtype, block=ROW)
+
+
+def exact_sum(codes: Tensor) -> Tensor:
+    """Σ over dim 0 of codes [N, ...] in FP32, in the order of the ranks."""
+    one = torch.ones((), device=codes.device)
+    total = kernels.uncast(codes[0], one)
+    for part in codes[1:]:
+        total += kernels.uncast(part, one)
+    return total
+
+
+def ring_sum(codes: Tensor, last: int) -> Tensor:
+    """Σ over dim 0 of codes [N, ...], rounded to E4M3 at each hop, as a ring that ends at rank `last` does it.
+
+    NCCL adds on its way: the rank after `last` sends its codes on, each rank adds its own, rounds, saturates and sends. The partial
+    sum is so rounded N - 1 times, and what is small beside it is lost.
+    """
+    world = codes.shape[0]
+    one = torch.ones((), device=codes.device)
+    total = codes[(last + 1) % world]
+    for hop in range(2, world + 1):
+        partial = kernels.uncast(total, one).add_(kernels.uncast(codes[(last + hop) % world], one))
+        total = kernels.cast(partial, one, E4M3.dtype)
+    return total
+
+
+def at_largest(codes: Tensor) -> Tensor:
+    """How many codes of each row are ±448 or NaN: the values that reached the largest code. FP32 [rows]."""
+    return ((codes.view(torch.uint8) & 0x7F) >= LARGEST_CODE).sum(-1, dtype=torch.float32)

@@ -1,0 +1,70 @@
+"""A bucket: gradients side by side in one flat buffer, in rows, so that every pass over it is one operation.
+
+Each tensor begins at a row of `ROW` elements and its last row is filled up with zeros; the whole is filled up to a multiple of the
+number of ranks. A value of a tensor (scale, maximum, count) is then spread over its rows by an index, and gathered by a
+reduction over rows: no loop over tensors, no look at the device. The price is at most ROW - 1 elements a tensor on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+ROW = 256
+"""Elements of a row; weights of linear layers are nearly always a multiple of it."""
+
+
+class Layout:
+    """Where tensors of the given shapes lie in a flat buffer of `rows` x ROW elements; `rows` is a multiple of `world`.
+
+    Scalars of tensors are FP32 [T]; those of rows [rows] for all of them, or of a `part` (slice) of the rows.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], world: int, device: torch.device | str = "cpu") -> None:
+        self.shapes = [torch.Size(shape) for shape in shapes]
+        counts = [-(-prod(shape) // ROW) for shape in self.shapes]
+        self._starts = [sum(counts[:i]) * ROW for i in range(len(counts))]
+        filled = sum(counts)
+        self.rows = -(-max(filled, 1) // world) * world
+        self.world = world
+        self.numel = torch.tensor([prod(shape) for shape in self.shapes], dtype=torch.float32, device=device)
+        """Elements of each tensor, FP32 [T]."""
+        owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        padding = torch.full((self.rows - filled,), len(counts))
+        self._owner = torch.cat([owners, padding]).to(device)
+
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        """An empty bucket, [rows, ROW] of `dtype`."""
+        return torch.zeros(self.rows, ROW, dtype=dtype, device=self._owner.device)
+
+    def views(self, bucket: Tensor) -> list[Tensor]:
+        """The tensors in a bucket, in their shapes."""
+        flat = bucket.view(-1)
+        return [
+            flat[start : start + prod(shape)].view(shape)
+            for start, shape in zip(self._starts, self.shapes, strict=True)
+        ]
+
+    def part(self, rank: int) -> slice:
+        """The rows that `rank` sums."""
+        each = self.rows // self.world
+        return slice(rank * each, (rank + 1) * each)
+
+    def spread(self, values: Tensor, part: slice = slice(None)) -> Tensor:
+        """[rows of the part, 1]: the value of each row's tensor; 1 for rows of padding."""
+        return torch.cat([values, values.new_ones(1)])[self._owner[part]].unsqueeze(1)
+
+    def maximum(self, rows: Tensor, part: slice = slice(None)) -> Tensor:
+        """The largest of the rows' values for each tensor, 0 where it has none in this part; NaN counts as infinity."""
+        return self._gather(torch.where(rows.isnan(), torch.inf, rows), part, "amax")
+
+    def total(self, rows: Tensor, part: slice = slice(None)) -> Tensor:
+        """The sum of the rows' values for each tensor."""
+        return self._gather(rows, part, "sum")
+
+    def _gather(self, rows: Tensor, part: slice, how: str) -> Tensor:
+        out = torch.zeros(len(self.shapes) + 1, dtype=torch.float32, device=rows.device)
+        return out.scatter_reduce_(0, self._owner[part], rows.float(), how)[:-1]

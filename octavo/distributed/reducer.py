@@ -1,0 +1,274 @@
+"""`DataParallel`: every rank computes on its own data, and all step with the mean gradient, which stays in FP8 all the way.
+
+    model = octavo.DataParallel(octavo.convert(model, "O2"))          # under torchrun, after init_process_group
+    loss = model(x).loss; loss.backward(); optimizer.step()           # as without it
+
+PyTorch's own reducer copies gradients into buckets of the parameter's dtype and back, so FP8 gradients would be
+de-quantised, sent at 2 or 4 bytes and kept twice. Here a gradient that backward has left in `p.grad` (E4M3 code and scale; with a
+residual byte after several micro-batches) is sent as one byte and written back in place: what is resident is 1 byte a parameter
+and the bucket that is on its way.
+
+When the last gradient of a bucket is there its reduction starts, in the order of the buckets on all ranks, and runs beside the
+rest of backward: on a CUDA stream of its own, or in a thread on other devices. Backward ends when all are reduced. Gradients that a
+rank does not have count as zero there; one that no rank has stays None. After `no_sync` whatever has accumulated is sent with the
+next synchronising pass.
+
+With one rank nothing is registered and nothing happens: the wrapper calls the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from octavo.distributed.algorithms import Algorithm, hierarchical, nccl, two_shot
+from octavo.distributed.autoscale import AutoScale
+from octavo.distributed.buckets import Bucket, Member, Reduction, assign
+from octavo.distributed.collectives import Ranks
+from octavo.distributed.replicas import check_alike, check_equal, send_from_first
+from octavo.linear import FP8Linear
+from octavo.linear.storage import store_gradient
+from octavo.recipe import BASELINE, Recipe, get_recipe
+
+
+class DataParallel(nn.Module):
+    """`module` on every rank of a process group, with gradients averaged in backward.
+
+    Args:
+        module: converted or not; on its device. Rank 0's parameters, buffers and scales are sent to all ranks.
+        recipe: how gradients are reduced (`grad_reduce`, `grad_scaling`, …); default: that of the converted layers.
+        group: a process group of `torch.distributed`; default: all ranks. Without an initialised one there is one rank.
+        bucket_mb: megabytes on the wire of a bucket. Smaller ones start earlier, larger ones cost fewer launches.
+        node_size: ranks per node, consecutive in the group, for `grad_reduce="hierarchical"`.
+        check_every: compare a checksum of all parameters between the ranks in every so many synchronising backward passes.
+
+    Raises `ValueError` on all ranks if their models differ or the arguments do not fit; in backward `CollectiveError` when another rank
+    is gone, and `NumericsError` naming the parameter when replicas have drifted apart.
+
+    `state_dict` and `load_state_dict` are those of the module, without a prefix; µ is in `scaling_state_dict`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        recipe: str | Recipe | None = None,
+        group: Any = None,
+        bucket_mb: float = 32.0,
+        node_size: int | None = None,
+        check_every: int | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, DataParallel):
+            raise ValueError("the module is wrapped already: wrap it once")
+        if not bucket_mb > 0 or (check_every is not None and check_every < 1):
+            raise ValueError(f"bucket_mb={bucket_mb} and check_every={check_every} must be positive")
+        self.module = module
+        self.recipe = _recipe_of(module) if recipe is None else get_recipe(recipe)
+        self._bucket_bytes, self._check_every = int(bucket_mb * 2**20), check_every
+        self.wire: Counter[str] = Counter()
+        """Bytes that this rank has sent since the start, by kind."""
+        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self._sync = True
+        if self.world == 1:
+            return
+        self._open(group, node_size)
+
+    def _open(self, group: Any, node_size: int | None) -> None:
+        ranks = Ranks(_own_group(group), self.wire)
+        self.ranks = ranks
+        check_alike(self.module, ranks)
+        send_from_first(self.module, ranks)
+        scaled = {id(p) for p in _scaled_parameters(self.module)}
+        self._members: list[Member] = []
+        for name, param in self.module.named_parameters():
+            number = sum(m.scaled is not None for m in self._members) if id(param) in scaled else None
+            self._members.append(Member(name, param, number))
+        device = next((m.param.device for m in self._members), torch.device("cpu"))
+        self.autoscale = AutoScale(
+            [m.name for m in self._members if m.scaled is not None],
+            self.world,
+            strategy=self.recipe.grad_scaling,
+            sums_exactly=self.recipe.grad_reduce in ("two_shot", "hierarchical"),
+            threshold=self.recipe.mu_threshold,
+            period=self.recipe.mu_period,
+            device=device,
+        )
+        self._reduction = Reduction(ranks, self.recipe.grad_reduce, self._algorithm(node_size), self.autoscale)
+        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=device)
+        """Synchronising passes in which a gradient was not finite on some rank; 0-d, on the device."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="octavo-reduce")
+        self._trainable: tuple[bool, ...] = ()
+        self._buckets: list[Bucket] = []
+        self._place: dict[int, tuple[Bucket, int]] = {}
+        self._running: list[Future[None]] = []
+        self._in_backward, self._launched, self._passes = False, 0, 0
+        for member in self._members:
+            _watch(member.param, self._ready)
+
+    def _algorithm(self, node_size: int | None) -> Algorithm | None:
+        name = self.recipe.grad_reduce
+        if name != "hierarchical":
+            return {"two_shot": two_shot, "nccl": nccl}.get(name)
+        if node_size is None or self.world % node_size or node_size < 1:
+            raise ValueError(
+                f"grad_reduce='hierarchical' needs node_size, a divisor of the {self.world} ranks, but it is {node_size}"
+            )
+        groups = dist.get_process_group_ranks(self.ranks.group)
+        nodes = [groups[i : i + node_size] for i in range(0, self.world, node_size)]
+        across = [list(peers) for peers in zip(*nodes, strict=True)]
+        mine = dist.get_rank()
+        own = [dist.new_group(r, use_local_synchronization=True) for r in nodes + across if mine in r]
+        return hierarchical(*(Ranks(group, self.wire) for group in own))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        if self.world == 1 or not self._sync or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._rebuild_if_frozen()
+        output = self.module(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; what they left is reduced by the next one outside."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # --- one backward pass
+
+    def _rebuild_if_frozen(self) -> None:
+        """New buckets when parameters were frozen or unfrozen since the last pass. They hold no state, so none is lost."""
+        trainable = tuple(m.param.requires_grad for m in self._members)
+        if trainable == self._trainable or self._in_backward:
+            return
+        self._trainable = trainable
+        members = [m for m in self._members if m.param.requires_grad]
+        self._buckets = assign(members, self.world, self._bucket_bytes)
+        self._place = {id(m.param): (bucket, i) for bucket in self._buckets for i, m in enumerate(bucket.members)}
+
+    def _begin(self, _: Any = None) -> None:
+        """At the first gradient of a synchronising pass: have `_finish` called at its end.
+
+        A hook on the output runs in the outermost backward; parameters may first see one inside of a re-entrant checkpoint.
+        """
+        if self._in_backward or not self._sync:
+            return
+        self._rebuild_if_frozen()
+        self._in_backward, self._launched = True, 0
+        self._running.clear()
+        for bucket in self._buckets:
+            bucket.start()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _ready(self, param: Tensor) -> None:
+        """Hook of a parameter whose gradient has accumulated."""
+        if not self._sync:
+            return
+        self._begin()
+        bucket, position = self._place[id(param)]
+        member = bucket.members[position]
+        if bucket.grads:
+            raise RuntimeError(
+                f"{member.name} got a second gradient in one backward pass, after its bucket was sent: "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        if member.scaled is not None:
+            store_gradient(param)  # (hooks run in any order)
+        bucket.waiting.discard(position)
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        bucket.take()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                self._reduction.reduce(bucket)
+        else:
+            assert self._thread is not None
+            self._running.append(self._thread.submit(self._reduction.reduce, bucket))
+
+    def _finish(self) -> None:
+        """At the end of backward: send what is left, wait for all, hand out."""
+        try:
+            while self._launched < len(self._buckets):
+                self._launch()
+            for future in self._running:
+                future.result()
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            finite = [
+                bucket.finite.to(self.nonfinite_steps.device) for bucket in self._buckets if bucket.finite is not None
+            ]
+            if finite:
+                self.nonfinite_steps += ~torch.stack(finite).all()
+            for bucket in self._buckets:
+                bucket.give()
+        finally:
+            self._in_backward = False
+        self._passes += 1
+        if self._check_every and self._passes % self._check_every == 0:
+            check_equal(self.module, self.ranks)
+
+    # --- state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The state of the module, under the module's own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads a state of the module."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def scaling_state_dict(self) -> dict[str, Tensor]:
+        """µ and its counters by "parameter/entry", 0-d tensors that share memory; empty with one rank."""
+        return {} if self.world == 1 else self.autoscale.state_dict()
+
+    def load_scaling_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores µ, also from another number of ranks."""
+        if self.world > 1:
+            self.autoscale.load_state_dict(state)
+
+
+def _recipe_of(module: nn.Module) -> Recipe:
+    return next((layer.recipe for layer in module.modules() if isinstance(layer, FP8Linear)), BASELINE)
+
+
+def _scaled_parameters(module: nn.Module) -> list[Tensor]:
+    """Weights whose gradients are stored in FP8."""
+    layers = [layer for layer in module.modules() if isinstance(layer, FP8Linear)]
+    return [layer.weight for layer in layers if layer.gradient_format is not None and layer.weight.is_leaf]
+
+
+def _own_group(group: Any) -> Any:
+    """A group for the reductions alone: with gloo they run in a thread, and must not mix with other work on the user's group."""
+    if dist.get_backend(group) == "nccl":
+        return group
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _watch(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Registers a hook after accumulation, on frozen parameters too: they may be unfrozen."""
+    requires_grad = param.requires_grad
+    param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(requires_grad)

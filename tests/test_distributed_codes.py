@@ -1,0 +1,71 @@
+"""Sums and changes of scale of E4M3 codes, against FP64 and against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.distributed.codes import at_largest, exact_sum, rescale, ring_sum, row_amax
+from octavo.distributed.layout import ROW
+from octavo.formats import E4M3
+from octavo.kernels import cast_residual, uncast_residual
+
+
+def random_codes(*shape: int) -> torch.Tensor:
+    bits = torch.randint(0, 127, shape, dtype=torch.uint8) | torch.randint(0, 2, shape, dtype=torch.uint8) << 7
+    return bits.view(E4M3.dtype)
+
+
+def test_row_amax(seed):
+    codes = random_codes(5, ROW)
+    assert torch.equal(row_amax(codes), codes.float().abs().amax(-1))
+    codes.view(torch.uint8)[2, 3] = 0xFF
+    assert row_amax(codes).isnan().tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("world", [2, 7, 64])
+def test_sums_of_up_to_64_ranks_are_exact_in_any_order(world, seed):
+    codes = random_codes(world, 4, ROW)
+    total = exact_sum(codes)
+    assert torch.equal(total.double(), codes.double().sum(0))
+    assert torch.equal(exact_sum(codes[torch.randperm(world)]), total)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+def test_a_ring_rounds_and_saturates_at_each_hop(world, seed):
+    codes = random_codes(world, 2, ROW)
+    for last in range(world):
+        order = [(last + 1 + i) % world for i in range(world)]
+        partial = codes[order[0]].float()
+        for source in order[1:]:
+            partial = (partial + codes[source].float()).clamp(-448, 448).to(E4M3.dtype).float()
+        assert torch.equal(ring_sum(codes, last).float(), partial)
+
+
+def test_a_power_of_two_changes_no_normal_code(seed):
+    codes = random_codes(3, ROW)
+    factor = torch.tensor([[1.0], [0.5], [0.125]])
+    new = rescale(codes, None, factor).float()
+    wanted = codes.float() * factor
+    normal = wanted.abs() >= E4M3.tiny
+    assert torch.equal(new[normal], wanted[normal])
+    assert bool(((new - wanted).abs()[~normal] <= E4M3.smallest / 2).all())
+
+
+def test_a_residual_counts(seed):
+    x = torch.randn(3, ROW) * 50
+    codes, residual = cast_residual(x, torch.ones(()))
+    factor = torch.full((3, 1), 0.7)
+    wanted = (uncast_residual(codes, residual, torch.ones(())) * factor).to(E4M3.dtype)
+    assert torch.equal(rescale(codes, residual, factor).float(), wanted.float())
+
+
+def test_nan_factor_makes_rows_nan(seed):
+    new = rescale(random_codes(2, ROW), None, torch.tensor([[torch.nan], [1.0]]))
+    assert new[0].isnan().all() and not new[1].isnan().any()
+
+
+def test_largest_codes_and_nan_are_counted():
+    row = torch.zeros(1, ROW)
+    row[0, :5] = torch.tensor([448.0, -448.0, 416.0, torch.nan, -416.0])
+    assert at_largest(row.to(E4M3.dtype)).tolist() == [3.0]
