@@ -6,6 +6,9 @@ or value raises `ValueError` that lists the closest names or the values that wou
 - `dict[str, Group]`: groups by names that the user chose, such as `sources.books.weight`;
 - `dict[str, Any]`: free arguments, such as `sources.books.filters.language`, whose values are JSON, or else text;
 - `tuple[str, ...]`: a list, on the command line separated by commas.
+
+A field whose name is a word of Python, `from_`, is the setting `from`. A group that has it begins from something that decides other
+settings; it names those in `DECIDED_BY_FROM`, and setting `from`, which is always done first, makes them None.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import keyword
 import math
 import types
 import typing
@@ -25,11 +29,11 @@ C = TypeVar("C")
 
 
 def override(config: C, assignments: typing.Iterable[str]) -> C:
-    """`config` with each `path=value` of `assignments` applied in order.
+    """`config` with each `path=value` of `assignments` applied in order, those of a `from` before all others.
 
     Raises `ValueError` for a path that no field has (with the closest names) and for a value that the field cannot take.
     """
-    for assignment in assignments:
+    for assignment in sorted(assignments, key=lambda text: not text.partition("=")[0].strip().endswith(".from")):
         path, equals, text = assignment.partition("=")
         if not equals or not path.strip():
             raise ValueError(f"--set takes path=value, such as optim.lr=3e-4; {assignment!r} is not of that form")
@@ -39,10 +43,10 @@ def override(config: C, assignments: typing.Iterable[str]) -> C:
 
 def _assign(config: Any, names: list[str], text: str, path: str) -> Any:
     name, *rest = names
-    kinds = typing.get_type_hints(type(config))
+    kinds = _kinds(type(config))
     if name not in kinds:
         raise ValueError(f"no setting is called {path!r}; {_closest(name, path, list(kinds))}")
-    value, kind = getattr(config, name), kinds[name]
+    value, kind = getattr(config, _attribute(name)), kinds[name]
     new: Any
     if rest and typing.get_origin(kind) is dict:
         new = _assign_entry(value, typing.get_args(kind)[1], rest, text, path)
@@ -55,7 +59,22 @@ def _assign(config: Any, names: list[str], text: str, path: str) -> Any:
             new = dataclasses.replace(new, name=f"{new.name},{'.'.join(rest)}={text}")
     else:
         new = _parse(kind, text, path)
-    return dataclasses.replace(config, **{name: new})
+    decided = dict.fromkeys(config.DECIDED_BY_FROM) if name == "from" and new is not None else {}
+    return dataclasses.replace(config, **decided, **{_attribute(name): new})
+
+
+def _kinds(group: type) -> dict[str, Any]:
+    """The types of a group's settings by their names."""
+    hints = typing.get_type_hints(group)
+    return {_setting(f.name): hints[f.name] for f in dataclasses.fields(group)}
+
+
+def _setting(attribute: str) -> str:
+    return attribute[:-1] if keyword.iskeyword(attribute[:-1]) else attribute
+
+
+def _attribute(setting: str) -> str:
+    return f"{setting}_" if keyword.iskeyword(setting) else setting
 
 
 def _assign_entry(entries: dict[str, Any], kind: Any, names: list[str], text: str, path: str) -> dict[str, Any]:
@@ -68,7 +87,7 @@ def _assign_entry(entries: dict[str, Any], kind: Any, names: list[str], text: st
     if name not in entries:
         raise ValueError(f"no setting is called {path!r}; {_closest(name, name, list(entries))}")
     if not rest:
-        raise ValueError(f"{path} is a group of settings; set one of {', '.join(typing.get_type_hints(kind))} in it")
+        raise ValueError(f"{path} is a group of settings; set one of {', '.join(_kinds(kind))} in it")
     return {**entries, name: _assign(entries[name], rest, text, path)}
 
 
@@ -116,7 +135,7 @@ def _parse(kind: Any, text: str, path: str) -> Any:
         return kind(number)
     if origin is dict:
         raise ValueError(f"{path} is a group of named settings; set one of them, such as {path}.NAME=VALUE")
-    raise ValueError(f"{path} is a group of settings; set one of {', '.join(typing.get_type_hints(kind))} in it")
+    raise ValueError(f"{path} is a group of settings; set one of {', '.join(_kinds(kind))} in it")
 
 
 def _choose(path: str, text: str, choices: dict[str, Any]) -> Any:
@@ -130,7 +149,7 @@ def to_dict(config: Any) -> Any:
     if isinstance(config, Format):
         return config.name
     if dataclasses.is_dataclass(config):
-        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {_setting(f.name): to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, dict):
         return {name: to_dict(value) for name, value in config.items()}
     if isinstance(config, (tuple, list)):
@@ -143,11 +162,11 @@ def from_dict(kind: type[C], values: dict[str, Any], path: str = "") -> C:
 
     Raises `ValueError` that names the setting, below `path`, if it is unknown or of a wrong type.
     """
-    kinds = typing.get_type_hints(kind)
+    kinds = _kinds(kind)
     for name in values:
         if name not in kinds:
             raise ValueError(f"no setting is called {_join(path, name)!r}; {_closest(name, name, list(kinds))}")
-    return kind(**{name: _from_json(kinds[name], value, _join(path, name)) for name, value in values.items()})
+    return kind(**{_attribute(name): _from_json(kinds[name], value, _join(path, name)) for name, value in values.items()})
 
 
 def _join(path: str, name: str) -> str:
@@ -171,7 +190,10 @@ def _from_json(kind: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{path} must be a list, not {value!r}")
-        return tuple(_from_json(arguments[0], entry, path) for entry in value)
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) != len(value):
+            raise ValueError(f"{path} must be a list of {len(kinds)}, not {value!r}")
+        return tuple(_from_json(kind, entry, path) for kind, entry in zip(kinds, value, strict=True))
     if kind in (int, float):
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole or (kind is float and isinstance(value, float) and math.isfinite(value))):

@@ -12,33 +12,66 @@ Overrides are typed by the fields themselves (`octavo.settings`). Environment va
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from octavo.recipe import RECIPES, Recipe
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder-only transformer; see `octavo.models.TransformerConfig`."""
+    """The decoder-only transformer, new (see `octavo.models.TransformerConfig`) or from a checkpoint (see `octavo.hf`).
 
-    dialect: Literal["gpt", "llama"] = "gpt"
+    With `from_` the checkpoint decides the architecture: settings of it that are not None must agree.
+    `ModelConfig.from_checkpoint` leaves them all None, as does `--set model.from=PATH`.
+    """
+
+    from_: str | None = None
+    """Hugging Face checkpoint to continue from: a folder with config.json and safetensors, or a GGUF file; none begins anew."""
+    as_: Literal["decoder", "transformers"] = "decoder"
+    """What a checkpoint becomes: octavo's own decoder, or the model of the library transformers itself."""
+    dialect: Literal["gpt", "llama"] | None = "gpt"
     """GPT (LayerNorm, GELU) or LLaMA (RMSNorm, SwiGLU); both with rotary positions."""
-    dim: int = 768
-    n_layers: int = 12
-    n_heads: int = 12
+    dim: int | None = 768
+    n_layers: int | None = 12
+    n_heads: int | None = 12
     n_kv_heads: int | None = None
     """Heads of keys and values; none is as many as query heads."""
     ffn_dim: int | None = None
     """Width of the feed-forward layer; none is the dialect's own choice."""
     vocab_size: int | None = None
     """Rows of the embedding; none is the tokenizer's size. Either is rounded up to a multiple of 64."""
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
+    rope_theta: float | None = 10_000.0
+    norm_eps: float | None = 1e-5
+    tie_embeddings: bool | None = False
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Compute precision of everything that the recipe does not name."""
-    recompute: Literal["none", "full"] = "none"
-    """`full` runs each block again in backward instead of saving its activations."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: attention and SwiGLU's product, or each block from its input."""
+
+    DECIDED_BY_FROM: ClassVar[tuple[str, ...]] = (
+        "dialect",
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "ffn_dim",
+        "vocab_size",
+        "rope_theta",
+        "norm_eps",
+        "tie_embeddings",
+    )
+
+    def __post_init__(self) -> None:
+        if self.from_ is None:
+            optional = ("n_kv_heads", "ffn_dim", "vocab_size")
+            unset = [name for name in self.DECIDED_BY_FROM if name not in optional and getattr(self, name) is None]
+            if unset:
+                raise ValueError(f"model.{unset[0]} is none: a new model needs it; only model.from=PATH decides it otherwise")
+
+    @classmethod
+    def from_checkpoint(cls, path: str, **settings: Any) -> ModelConfig:
+        """The config of a model that continues from the checkpoint at `path`, with further settings."""
+        return cls(**{**dict.fromkeys(cls.DECIDED_BY_FROM), "from_": path, **settings})
 
 
 @dataclass(frozen=True)
@@ -46,15 +79,18 @@ class DataConfig:
     """Text in, sequences of tokens out; see `octavo.data`."""
 
     path: str = "demo"
-    """A file or folder of text (see `octavo.data.sources` for the kinds), or `demo`: the Python sources of this machine."""
-    tokenizer: str = "byte"
-    """`byte`, or the path of a `tokenizer.json`."""
+    """A file or folder of text (see `octavo.data.sources` for the kinds), the folder of a prepared corpus (`octavo prepare`), or
+    `demo`: the Python sources of this machine."""
+    tokenizer: str | None = None
+    """`byte`, or the path of a `tokenizer.json`; none is the one of a prepared corpus, else of `model.from`, else `byte`."""
     seq_len: int = 2048
     """Tokens of a sequence."""
     micro_batch: int = 8
     """Sequences of one forward and backward."""
     val_fraction: float = 0.01
     """Share of the documents that is held out for validation, chosen by a hash of the document."""
+    documents: Literal["joined", "separate"] = "joined"
+    """What a sequence makes of the documents in it: one text, or each on its own, so that no token sees another document."""
     max_bytes: int | None = None
     """Stop reading text after so many bytes; none reads all."""
     cache: str = "runs/cache"
@@ -180,6 +216,10 @@ class TrainConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.documents == "separate" and self.model.as_ == "transformers":
+            raise ValueError("data.documents=separate needs model.as=decoder: models of transformers see whole sequences")
 
     @property
     def tokens_per_step(self) -> int:

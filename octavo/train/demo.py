@@ -111,9 +111,10 @@ def _bytes(value: Tensor | None) -> int:
 
 
 def _conditions(trainer: Trainer) -> str:
-    config, model = trainer.config, trainer.model.config
+    config, dialect = trainer.config, trainer.config.model.dialect
     where = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU"
     return (
-        f"{config.name}: {model.dialect.upper()} of {model.num_parameters / 1e6:.1f}M parameters, {config.data.tokenizer} tokens, "
+        f"{config.name}: {dialect.upper() if dialect else 'model'} of {trainer.model.num_parameters() / 1e6:.1f}M parameters, "
+        f"{Path(trainer.data.tokenizer).name} tokens, "
         f"{config.tokens_per_step:,} a step,\n{config.train.steps} steps, seed {config.seed}, {where}, torch {torch.__version__}"
     )

@@ -8,75 +8,19 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.convert import initialize
-from octavo.data import TokenStream, load_tokenizer, prepare
+from octavo.hf.causal_lm import CausalLM
+from octavo.hf.checkpoint import Checkpoint
+from octavo.hf.load import DecoderValues
 from octavo.models import Transformer, TransformerConfig
 from octavo.optim import AdamW
-from octavo.train.config import DataConfig, TrainConfig
+from octavo.train.config import TrainConfig
 from octavo.train.schedule import decay_groups
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, int64 [micro_batch, seq_len] each."""
-
-
-class Data:
-    """The text of a run as batches. Raises `ValueError` when it is missing, binary, empty or shorter than one sequence."""
-
-    def __init__(self, config: DataConfig, seed: int, device: torch.device) -> None:
-        tokenizer = load_tokenizer(config.tokenizer)
-        self._corpus = prepare(
-            config.path, tokenizer, config.cache, validation=config.val_fraction, max_bytes=config.max_bytes
-        )
-        counts = [shard.count for shard in self._corpus]
-        if min(counts) <= config.seq_len:
-            raise ValueError(
-                f"data.path={config.path} gives {counts[0]:,} tokens of training text and {counts[1]:,} held out, and each side "
-                f"needs the {config.seq_len + 1:,} of data.seq_len={config.seq_len}: give more text, a smaller data.seq_len or "
-                f"another data.val_fraction (it is {config.val_fraction})"
-            )
-        self._config, self._device = config, device
-        self.vocab_size = tokenizer.vocab_size
-        self._train = TokenStream(self._corpus.train, config.seq_len, config.micro_batch, seed=seed)
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the tokens themselves: equal for equal text, wherever it lies."""
-        return f"{self._corpus.train.checksum}-{self._corpus.validation.checksum}"
-
-    def next_batch(self) -> Batch:
-        """The next micro-batch of training text, on the device."""
-        inputs, targets = next(self._train)
-        return self._send(inputs), self._send(targets)
-
-    def validation(self, count: int) -> Iterator[Batch]:
-        """`count` micro-batches of held-out text, the same ones at each call; fewer if there is less text."""
-        stream = self._held_out()
-        for _ in range(min(count, max(1, stream.windows // stream.batch_size))):
-            inputs, targets = next(stream)
-            yield self._send(inputs), self._send(targets)
-
-    def _send(self, tokens: Tensor) -> Tensor:
-        if self._device.type != "cuda":
-            return tokens.to(self._device)
-        # Only a contiguous tensor in page-locked memory is copied without waiting for the device.
-        return tokens.contiguous().pin_memory().to(self._device, non_blocking=True)
-
-    def _held_out(self) -> TokenStream:
-        return TokenStream(self._corpus.validation, self._config.seq_len, self._config.micro_batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the training text."""
-        return self._train.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self._train.load_state_dict(state)
+from octavo.train.source import DTYPES, build_transformers, source_config
 
 
 def run_folder(out: str) -> Path:
@@ -101,34 +45,48 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def model_config(config: TrainConfig, vocab_size: int) -> TransformerConfig:
-    """The architecture of a run; raises `ValueError` for sizes that do not fit together."""
+def model_config(config: TrainConfig, vocab_size: int, source: Checkpoint | None = None) -> TransformerConfig:
+    """The architecture of a run; raises `ValueError` for sizes that do not fit together, or not to the checkpoint `source`."""
     model = config.model
+    if source is not None:
+        return source_config(config, source)
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise ValueError(f"model.vocab_size is {model.vocab_size}: the tokenizer has {vocab_size} tokens")
+    values = {name: getattr(model, name) for name in model.DECIDED_BY_FROM}
     return TransformerConfig(
-        dialect=model.dialect,
-        dim=model.dim,
-        n_layers=model.n_layers,
-        n_heads=model.n_heads,
-        n_kv_heads=model.n_kv_heads,
-        ffn_dim=model.ffn_dim,
-        vocab_size=model.vocab_size or vocab_size,
+        **{**values, "vocab_size": model.vocab_size or vocab_size},
         max_seq_len=config.data.seq_len,
-        rope_theta=model.rope_theta,
-        norm_eps=model.norm_eps,
-        tie_embeddings=model.tie_embeddings,
         dtype=DTYPES[model.dtype],
         recompute=model.recompute,
     )
 
 
-def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Transformer:
-    """The converted model on `device`, its weights a function of the seed alone."""
-    return Transformer.build(model_config(config, vocab_size), recipe=config.recipe, device=device, seed=config.seed)
+def build_model(
+    config: TrainConfig,
+    vocab_size: int,
+    device: torch.device,
+    source: Checkpoint | None = None,
+    resumed: bool = False,
+) -> Transformer | CausalLM:
+    """The converted model on `device`: its weights a function of the seed alone, or those of the checkpoint `source`.
+
+    Those of a `resumed` run that began from a checkpoint are not set: octavo's own checkpoint has them.
+    """
+    if source is not None and config.model.as_ == "transformers":
+        return build_transformers(config, device, source, weights=not resumed)
+    shape = model_config(config, vocab_size, source)
+    fill = None
+    if source is not None:
+        fill = _leave if resumed else DecoderValues(source, shape)
+    return Transformer.build(shape, recipe=config.recipe, device=device, seed=config.seed, fill=fill)
 
 
-def build_optimizer(config: TrainConfig, model: Transformer) -> AdamW:
+def _leave(name: str, parameter: Tensor) -> None:
+    """Uninitialised memory could hold a NaN, which a conversion would notice."""
+    parameter.zero_()
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> AdamW:
     """AdamW over the model's parameters; with delayed scaling its steps move the model's scales on."""
     optim = config.optim
     optimizer = AdamW(

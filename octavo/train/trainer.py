@@ -33,6 +33,7 @@ from octavo.optim import clip_grad_norm_
 from octavo.settings import to_dict
 from octavo.train import checkpoint
 from octavo.train.config import TrainConfig
+from octavo.train.data import Data
 from octavo.train.ledger import StepLedger
 from octavo.train.metrics import (
     MetricsLog,
@@ -46,7 +47,6 @@ from octavo.train.metrics import (
 from octavo.train.progress import Progress
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import (
-    Data,
     build_model,
     build_optimizer,
     choose_device,
@@ -57,6 +57,7 @@ from octavo.train.setup import (
     versions,
 )
 from octavo.train.signals import StopRequest, stop_on_signal
+from octavo.train.source import SOURCE, open_source, save_source
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ class Trainer:
                 f"{config.out} already holds a run ({found.name}): pass --resume to continue it, or --set out=… for a new one"
             )
         self.device = choose_device(config.device)
-        self.data = Data(config.data, config.seed, self.device)
+        self._source = open_source(config, self.folder, resumed=found is not None)
+        self.data = Data(config.data, config.seed, self.device, self._source)
+        self.data.check_length(config.train.steps * config.train.micro_batches)
         self._settings = to_dict(config)
         self._settings["data"]["fingerprint"] = self.data.fingerprint
         meta: dict[str, Any] = {}
@@ -110,7 +113,7 @@ class Trainer:
                     f"{found} is past train.steps = {config.train.steps}: set it to {meta['step']} or more"
                 )
         torch.manual_seed(config.seed)
-        self.model = build_model(config, self.data.vocab_size, self.device)
+        self.model = build_model(config, self.data.vocab_size, self.device, self._source, resumed=found is not None)
         self.optimizer = build_optimizer(config, self.model)
         if found is not None:
             self._load(found, meta)
@@ -141,6 +144,7 @@ class Trainer:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint.remove_leftovers(self._checkpoints)
+        save_source(self.folder / SOURCE, self._source, self.data.tokenizer)
         (self.folder / "run.json").write_text(json.dumps(self._info, indent=1) + "\n")
         with (
             contextlib.closing(MetricsLog(self.folder, self.step, config.log.tensorboard)) as self._log,
@@ -237,7 +241,7 @@ class Trainer:
         """A log step: what depends on the machine, to the metrics and to the user."""
         loss = self._read()
         seconds, steps = time.perf_counter() - self._clock, self.step - self._clock_step
-        rates = throughput(steps * self.config.tokens_per_step, seconds, self.model.flops_per_token(), self._peak)
+        rates = throughput(steps * self.config.tokens_per_step, seconds, self.model.flops_per_token(self.config.data.seq_len), self._peak)
         self._rates.append(rates["tokens_per_s"])
         record: dict[str, Any] = {"step": self.step, **rates, "device_memory": device_memory(self.device)}
         if self._memory is not None:

@@ -1,0 +1,214 @@
+"""A checkpoint into a model, in the memory of the finished model and a few MB.
+
+Two ways. `load_decoder` builds our `Transformer` on the meta device and fills it parameter by parameter from slices of the files;
+each block is converted before the next is read. `load_transformers` takes the model of transformers itself, any family that it
+knows. Both check names and shapes of all tensors first, and refuse a matrix of zeros or a value that is not finite by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.hf.causal_lm import CausalLM
+from octavo.hf.checkpoint import SCALE, Checkpoint, _more
+from octavo.hf.config import OTHER_WAY, decoder_config
+from octavo.hf.families import Family, family_of, pieces
+from octavo.models import Transformer, TransformerConfig
+from octavo.recipe import Recipe
+
+HEAD = "lm_head.weight"
+ACTIVATION_SCALES = ("input_scale", "output_scale")
+"""Ends of the names of scales that a quantised checkpoint may hold for activations: training takes its own."""
+
+
+def load_decoder(
+    source: str | Path | Checkpoint,
+    *,
+    recipe: str | Recipe | None = None,
+    device: str | torch.device = "cpu",
+    config: TransformerConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """Our decoder with the weights of a LLaMA-, Mistral-, Qwen2-, GPT-2- or Starcoder2-family checkpoint.
+
+    Parameters are FP32 (those of converted layers as `recipe` says), activations `dtype`; `config` replaces the one that
+    config.json gives, for other values of `dtype`, `recompute` and the like. Raises `ValueError` naming the feature that the
+    decoder cannot express, or the tensor that is missing, unexpected, of another shape, all zeros or not finite.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    check_quantization(checkpoint)
+    if config is None:
+        config = decoder_config(checkpoint.config, checkpoint.path, dtype)
+    fill = DecoderValues(checkpoint, config)
+    return Transformer.build(config, recipe=recipe, device=device, fill=fill)
+
+
+class DecoderValues:
+    """`values(name, parameter)` writes the checkpoint's values into a parameter of the decoder; all is checked at the start."""
+
+    def __init__(self, checkpoint: Checkpoint, config: TransformerConfig) -> None:
+        self._checkpoint, self._config = checkpoint, config
+        self._family = family_of(checkpoint.config, checkpoint.path)
+        self._body = _body(self._family, checkpoint.tensors)
+        with torch.device("meta"):
+            parameters = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
+        wanted = {
+            piece.name: piece.shape(shape[1:])
+            for name, shape in parameters.items()
+            for piece in pieces(self._family, config, name, self._body)
+        }
+        self._check_names(wanted)
+        for name, shape in wanted.items():
+            found = checkpoint.tensors[name]
+            if found.shape != shape:
+                raise ValueError(f"{name} in {found.file} has shape {found.shape}, and config.json asks for {shape}")
+
+    def _check_names(self, wanted: dict[str, Any]) -> None:
+        path, tensors = self._checkpoint.path, self._checkpoint.tensors
+        missing = [name for name in wanted if name not in tensors]
+        if missing:
+            raise ValueError(f"{path} lacks the tensor {missing[0]}{_more(missing)}, which its config.json asks for")
+        scales = {name + SCALE for name in wanted}
+        extra = [
+            name
+            for name in tensors
+            if name not in wanted
+            and name not in scales
+            and not name.endswith((*self._family.derived, *ACTIVATION_SCALES))
+        ]
+        if HEAD in extra and self._config.tie_embeddings:
+            self._check_tied()
+            extra.remove(HEAD)
+        if extra:
+            raise ValueError(
+                f"{path} holds the tensor {extra[0]}{_more(extra)}, which a {self._checkpoint.config['model_type']} decoder of this "
+                f"config.json has no place for: {OTHER_WAY}"
+            )
+
+    def _check_tied(self) -> None:
+        """A tied head that is stored all the same must be the embedding."""
+        (embedding,) = pieces(self._family, self._config, "embedding.weight", self._body)
+        tensors = self._checkpoint.tensors
+        same = tensors[HEAD].shape == tensors[embedding.name].shape and all(
+            torch.equal(a, b)
+            for (_, a), (_, b) in zip(self._checkpoint.read(HEAD), self._checkpoint.read(embedding.name), strict=True)
+        )
+        if not same:
+            raise ValueError(
+                f"{self._checkpoint.path} holds {HEAD} of its own although config.json ties it to {embedding.name}: "
+                "set tie_word_embeddings to false there, or remove the tensor"
+            )
+
+    def __call__(self, name: str, parameter: Tensor) -> None:
+        """Writes the real values of all pieces, and zeros in the padding."""
+        stop = 0
+        for piece in pieces(self._family, self._config, name, self._body):
+            target = parameter[piece.start : piece.stop]
+            nonzero = torch.zeros((), dtype=torch.bool)
+            for rows, values in self._checkpoint.read(piece.name):
+                self._check_finite(piece.name, values)
+                nonzero |= values.any()
+                (target.t() if piece.transposed else target)[rows] = values.to(parameter.device, parameter.dtype)
+            if parameter.ndim > 1 and not nonzero:
+                raise ValueError(zeros(piece.name, self._checkpoint.path))
+            stop = piece.stop
+        parameter[stop:] = 0
+
+    def _check_finite(self, name: str, values: Tensor) -> None:
+        if not values.isfinite().all():
+            raise ValueError(not_finite(name, self._checkpoint.path))
+
+
+def zeros(name: str, path: Path) -> str:
+    """What is said of a matrix of zeros."""
+    return f"{name} in {path} is all zeros: the checkpoint was not written in full, or its weights were never set"
+
+
+def not_finite(name: str, path: Path) -> str:
+    """What is said of a tensor with an infinity or NaN."""
+    return f"{name} in {path} holds an infinity or NaN: the run that wrote it had diverged"
+
+
+def _body(family: Family, names: Iterable[str]) -> str:
+    """The prefix of the tensors; a checkpoint of the bare model, without a head, has none."""
+    return family.body if any(name.startswith(family.body) for name in names) else ""
+
+
+def check_quantization(checkpoint: Checkpoint) -> None:
+    """Raises `ValueError` for a checkpoint whose weights are quantised in a way that octavo cannot read."""
+    quantization = checkpoint.config.get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != "compressed-tensors" or quantization.get("format") not in ("float-quantized", "naive-quantized"):
+        raise ValueError(
+            f"{checkpoint.path} is quantised with {method}: octavo reads plain weights, FP8 ones of compressed-tensors, and GGUF; "
+            "de-quantise it first"
+        )
+
+
+def load_transformers(
+    source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, weights: bool = True
+) -> CausalLM:
+    """The model of transformers itself, with FP32 parameters, on the CPU; products compute in `dtype`.
+
+    Without `weights` it is built from config.json alone, to be filled by a checkpoint of octavo. Raises `ValueError` for an
+    architecture that transformers does not know and for tensors as in `load_decoder`.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    library = _library()
+    path = str(checkpoint.path)
+    try:
+        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(
+            f"{path} is of an architecture that transformers does not know: {_first_line(error)}"
+        ) from None
+    if not weights:
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        return CausalLM(library.AutoModelForCausalLM.from_config(config, dtype=torch.float32), dtype)
+    check_quantization(checkpoint)
+    kinds = checkpoint.tensors  # which says what is wrong with the files better than the library does
+    options: dict[str, Any] = {}
+    if "quantization_config" in checkpoint.config:
+        options["quantization_config"] = library.CompressedTensorsConfig(dequantize=True)
+    try:
+        model, report = library.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be loaded by transformers: {_first_line(error)}") from None
+    for what, word in (
+        ("missing_keys", "lacks"),
+        ("mismatched_keys", "has another shape of"),
+        ("unexpected_keys", "has no place for"),
+    ):
+        names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in report[what])
+        if names:
+            raise ValueError(
+                f"{path} {word} the tensor {names[0]}{_more(names)}; its config.json asks for others ({len(kinds)} found)"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not parameter.any():
+            raise ValueError(zeros(name, checkpoint.path))
+        if not parameter.isfinite().all():
+            raise ValueError(not_finite(name, checkpoint.path))
+    return CausalLM(model, dtype)
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("this needs the package transformers: pip install 'octavo[hf]'") from None
+    return transformers
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,72 @@
+"""The tokenizer of an exported model: the files of the source, or those that make transformers read ours.
+
+A `tokenizer.json` is enough for the ids; `tokenizer_config.json` names the class and the end-of-text token. Our byte tokenizer has
+no file: it becomes a byte-level BPE without merges, whose token for byte b has the id b.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from octavo.data.tokenizers import END_OF_TEXT, ByteTokenizer, load_tokenizer
+from octavo.hf.checkpoint import TOKENIZER_FILES
+
+
+def write_tokenizer(tokenizer: str | Path, folder: Path) -> int:
+    """Puts `tokenizer` ("byte", a tokenizer.json or a folder with one) into `folder`; returns the id of the end-of-text token.
+
+    Raises `ValueError` if it cannot be read.
+    """
+    eot = load_tokenizer(tokenizer).eot
+    if tokenizer == ByteTokenizer.name:
+        _write_bytes(folder / "tokenizer.json")
+    else:
+        copy_tokenizer(tokenizer, folder)
+    settings = folder / "tokenizer_config.json"
+    if not settings.exists():
+        token = _token(folder / "tokenizer.json", eot)
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
+        settings.write_text(json.dumps(values | {"clean_up_tokenization_spaces": False}, indent=2) + "\n")
+    return eot
+
+
+def copy_tokenizer(tokenizer: str | Path, folder: Path) -> None:
+    """Copies a tokenizer.json and the files that belong to it to `folder`, in place of those that are there."""
+    path = Path(tokenizer).expanduser()
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+    if path.is_file() and path.name != "tokenizer.json":
+        shutil.copyfile(path, folder / "tokenizer.json")
+        return
+    source = path if path.is_dir() else path.parent
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _token(path: Path, number: int) -> str:
+    from tokenizers import Tokenizer
+
+    token = Tokenizer.from_file(str(path)).id_to_token(number)
+    assert token is not None
+    return token
+
+
+def _write_bytes(path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab={_symbol(byte): byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT[0], special=True, normalized=False)])
+    tokenizer.save(str(path))
+
+
+def _symbol(byte: int) -> str:
+    """The character that stands for a byte in a byte-level BPE: itself where it prints, else one from 256 on, in order."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    if byte in printing:
+        return chr(byte)
+    return chr(256 + sum(other not in printing for other in range(byte)))
