@@ -186,40 +186,40 @@ class _Shingles:
 class Resolve(PipelineStep):
     """Decides which candidates go; one task.
 
-    Reads `folder`/shingles and the candidates of datatrove's stage 2 in `folder`/candidates. Writes to `folder`/removed the files
-    `NNNNNN.remove` that datatrove's `MinhashDedupFilter` reads, and `clusters.json`. `ranks` gives the rank of the source of each
-    file, 0 the best.
+    Reads what `Signatures` wrote to `signed` and the candidates that datatrove's stage 2 wrote to `candidates`. Writes to `removed`
+    the files `NNNNNN.remove` that datatrove's `MinhashDedupFilter` reads, and `clusters.json`. `ranks` gives the rank of the source
+    of each file, 0 the best.
     """
 
     type = "🫂 - DEDUP"
     name = "exact similarity"
 
-    def __init__(self, folder: Path, ranks: Sequence[int], threshold: float) -> None:
+    def __init__(self, signed: Path, candidates: Path, removed: Path, ranks: Sequence[int], threshold: float) -> None:
         super().__init__()
-        self.folder, self.ranks, self.threshold = folder, list(ranks), threshold
+        self.signed, self.candidates, self.removed = signed, candidates, removed
+        self.ranks, self.threshold = list(ranks), threshold
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         if world_size != 1:
             raise ValueError(f"near-duplicates are resolved by one task, not {world_size}")
-        documents = _Shingles(self.folder / "shingles", len(self.ranks))
+        documents = _Shingles(self.signed / "shingles", len(self.ranks))
         groups = self._groups(documents.firsts)
         dropped = self._drop(documents, groups)
-        output = self.folder / "removed"
-        output.mkdir(parents=True, exist_ok=True)
+        self.removed.mkdir(parents=True, exist_ok=True)
         removed = np.array(sorted(dropped), dtype=np.int64)
         files = documents.file_of(removed)
         for file in range(len(self.ranks)):
             # Also where nothing goes, so that an empty file says so.
             numbers = removed[files == file] - documents.firsts[file]
-            (output / f"{file:06d}.remove").write_bytes(numbers.astype("<u4").tobytes())
+            (self.removed / f"{file:06d}.remove").write_bytes(numbers.astype("<u4").tobytes())
         self.stat_update("dropped", value=len(dropped))
-        (output / "clusters.json").write_text(json.dumps(_describe(documents, dropped), indent=1))
+        (self.removed / "clusters.json").write_text(json.dumps(_describe(documents, dropped), indent=1))
 
     def _groups(self, firsts: Sequence[int]) -> list[npt.NDArray[np.int64]]:
         """The documents of each group that agree in a band. datatrove writes a group as the chain of its neighbours."""
         groups = []
         offsets = np.array(firsts, dtype=np.int64)
-        for path in sorted((self.folder / "candidates").glob("*.dups")):
+        for path in sorted(self.candidates.glob("*.dups")):
             pairs = np.fromfile(path, dtype="<u4").reshape(-1, 4).astype(np.int64)
             left, right = offsets[pairs[:, 0]] + pairs[:, 1], offsets[pairs[:, 2]] + pairs[:, 3]
             cuts = np.flatnonzero(left[1:] != right[:-1]) + 1
@@ -268,7 +268,7 @@ def _describe(documents: _Shingles, dropped: dict[int, tuple[int, float]]) -> di
         "sizes": {str(size): sizes[size] for size in sorted(sizes)},
         "largest": [
             {
-                "kept": documents.ids[kept],
+                "id": documents.ids[kept],
                 "dropped": [
                     {"id": documents.ids[d], "similarity": round(s, 4)}
                     for d, s in sorted(clusters[kept], key=lambda m: documents.ids[m[0]])[:EXAMPLES]
