@@ -1,8 +1,9 @@
-"""From text to batches: `read_documents` → `prepare` (token shards on the disk) → `TokenStream` (batches)."""
+"""From text to batches: `read_documents` → `prepare` (token shards, see `indexed`) or a `PreparedCorpus` → `TokenStream` (batches)."""
 
+from octavo.data.corpus import PreparedCorpus
 from octavo.data.indexed import IndexedShard, IndexedWriter
 from octavo.data.sources import read_documents
-from octavo.data.stream import TokenStream
+from octavo.data.stream import Source, TokenStream
 from octavo.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from octavo.data.tokens import Corpus, prepare
 
@@ -10,6 +11,8 @@ __all__ = [
     "Corpus",
     "IndexedShard",
     "IndexedWriter",
+    "PreparedCorpus",
+    "Source",
     "TokenStream",
     "Tokenizer",
     "load_tokenizer",

@@ -39,6 +39,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids, end-of-text tokens left out, incomplete characters replaced."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token by its name: equal for tokenizers whose ids mean the same, however their files are written."""
+
 
 class ByteTokenizer:
     """The UTF-8 bytes of the text, and 256 for its end."""
@@ -52,6 +55,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def vocabulary(self) -> dict[str, int]:
+        return {**{f"<0x{byte:02X}>": byte for byte in range(256)}, END_OF_TEXT[0]: self.eot}
 
 
 class FileTokenizer:
@@ -87,6 +93,9 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i != self.eot])
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
