@@ -57,6 +57,15 @@ KEYWORDS = {
     language: re.compile(rf"\b(?:{'|'.join(words.split())})\b", re.IGNORECASE if language in ("SQL", "Fortran") else 0)
     for language, (_, words) in LANGUAGES.items()
 }
+GENERATED = re.compile(
+    r"@generated|do not (?:edit|modify)|auto[- ]?generated|automatically generated|generated automatically|"
+    r"this file (?:was|is|has been) generated",
+    re.IGNORECASE,
+)
+HEAD = 1000
+"""Characters at the beginning of a file in which a generator names itself."""
+MINIFIED = 300
+"""Characters per line, on average, of a file without line breaks to speak of."""
 ALPHANUMERIC = re.compile(r"[^\W_]+")
 
 
@@ -104,6 +113,17 @@ def language_of(path: str) -> str | None:
     for compression in (".gz", ".xz", ".zst"):
         name = name.removesuffix(compression)
     return SUFFIXES.get(PurePosixPath(name).suffix)
+
+
+def machine_made(text: str) -> tuple[str, str] | None:
+    """("generated" or "minified", what shows it) for a file that no person wrote; None otherwise."""
+    head = text[:HEAD]
+    if match := GENERATED.search(head):
+        return "generated", f"it says {' '.join(match.group().split())!r}"
+    lines = text.count("\n") + 1
+    if len(text) > 2000 and len(text) > MINIFIED * lines:
+        return "minified", f"{len(text):,} characters in {lines:,} lines"
+    return None
 
 
 def code_quality(text: str, language: str | None, rules: CodeRules) -> str | None:
