@@ -77,16 +77,17 @@ class TransformerConfig:
     """Use the embedding as the output head."""
     dtype: torch.dtype = torch.bfloat16
     """Precision of the activations from the embedding on; parameters stay as they are created, FP32, unless a recipe says else."""
-    recompute: Literal["none", "full"] = "none"
-    """"full" keeps only the input of each block for backward and runs the block again."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it. "selective": what lies between linear layers and costs no GEMM of theirs,
+    attention with its rotation and SwiGLU's product. "full": each block, from its input."""
 
     def __post_init__(self) -> None:
         if self.dialect not in ("gpt", "llama"):
             raise ValueError(f"dialect is {self.dialect!r}: use 'gpt' or 'llama'")
         if self.positions not in ("rotary", "learned"):
             raise ValueError(f"positions is {self.positions!r}: use 'rotary' or 'learned'")
-        if self.recompute not in ("none", "full"):
-            raise ValueError(f"recompute is {self.recompute!r}: use 'none' or 'full'")
+        if self.recompute not in ("none", "selective", "full"):
+            raise ValueError(f"recompute is {self.recompute!r}: use 'none', 'selective' or 'full'")
         for field in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_width", "vocab_size", "max_seq_len", "head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}: it must be positive")

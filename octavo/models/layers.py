@@ -4,18 +4,27 @@ The residual stream sets the precision: a layer casts its own parameters to its 
 BF16 or a `ScaledTensor`, and an FP8 conversion finds plain linear layers. Statistics of norms and the rotation of queries
 and keys are FP32 inside.
 
+Selective recomputation drops what the cheapest work brings back. In bytes a token and layer (BF16, d = C, docs/memory.md):
+
+    attention with its rotation    queries, keys and output 6·d     2·T·d FLOPs, 3 % of the block's at T 2048, d 4096
+    SwiGLU's product               silu(gate) 2·F                   elementwise
+    the up projection, or a block  8·d, or 23·d                     8·d², or 24·d²: four times the FLOPs a byte at d 4096, T 2048
+
 Shapes: B sequences, T tokens, H query heads, G key/value heads, D channels of a head, C = H·D channels, F feed-forward width.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from octavo.models.config import RopeScaling, TransformerConfig
 
@@ -105,6 +114,13 @@ def best_attention(device: torch.device) -> AbstractContextManager:
     return sdpa_kernel(ATTENTION_BACKENDS, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
+def forgetful(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """function(*inputs), of which backward keeps nothing but the inputs and runs it again."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
 class Attention(nn.Module):
     """Causal self-attention, one GEMM for queries, keys and values.
 
@@ -115,12 +131,18 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
         self.rotary = config.positions == "rotary"
+        self.recompute = config.recompute == "selective"
         self.qkv = Linear(config.dim, (self.n_heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.out = Linear(config.attention_width, config.dim, bias=config.out_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B, T, C] → [B, T, C]; a token sees those before it, or those that `mask` bool [B, 1, T, T] lets it see."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        y = forgetful(self._again, heads, cos, sin, mask) if self.recompute else self.attend(heads, cos, sin, mask)
+        return self.out(y)
+
+    def attend(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries, keys and values [B, T, H + 2·G, D] → what the heads read, [B, T, H·D]."""
         q, k, v = heads.split((self.n_heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.rotary:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -136,7 +158,12 @@ class Attention(nn.Module):
             is_causal=mask is None,
             enable_gqa=grouped,
         )
-        return self.out(y.transpose(1, 2).flatten(-2))
+        return y.transpose(1, 2).flatten(-2)
+
+    def _again(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """`attend`; backward runs it outside of the context that chose the kernel. (While compiling, the kernel is chosen once.)"""
+        with nullcontext() if is_compiling() else best_attention(heads.device):
+            return self.attend(heads, cos, sin, mask)
 
 
 class GELUFeedForward(nn.Module):
@@ -158,10 +185,17 @@ class SwiGLUFeedForward(nn.Module):
         super().__init__()
         self.gate_up = Linear(config.dim, 2 * config.ffn_width, bias=config.ffn_bias)
         self.out = Linear(config.ffn_width, config.dim, bias=config.ffn_bias)
+        self.recompute = config.recompute == "selective"
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.out(F.silu(gate) * up)
+        gate_up = self.gate_up(x)
+        return self.out(forgetful(swiglu, gate_up) if self.recompute else swiglu(gate_up))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up of gate_up [..., 2·F], gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):

@@ -1,0 +1,93 @@
+"""What backward computes again: no bit of loss or gradients changes, and only what was promised is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from octavo.models import SIZES, Transformer
+from octavo.tensor import ScaledTensor, uncast
+
+MODES = ("selective", "full")
+
+
+def small(kind: str, **changes):
+    return dataclasses.replace(SIZES[{"gpt": "tiny", "llama": "tiny-llama"}[kind]], **changes)
+
+
+def gradients(model: Transformer, *batch: torch.Tensor) -> list[torch.Tensor]:
+    """The loss and all gradients, those in FP8 as codes and scale."""
+    loss = model(*batch)
+    loss.backward()
+    parts = [loss.detach()]
+    for parameter in model.parameters():
+        grad = parameter.grad
+        parts += [grad.codes.view(torch.uint8), grad.scale] if isinstance(grad, ScaledTensor) else [grad]
+    return parts
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", ["bf16", "O1", "O2", "paper"])
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_no_bit_changes(kind, recipe, mode, seed):
+    plain = Transformer.build(small(kind), recipe, seed=seed)
+    other = Transformer.build(small(kind, recompute=mode), recipe, seed=seed)
+    tokens = torch.randint(257, (2, 25))
+    documents = torch.arange(24).ge(torch.randint(1, 24, (2, 1))).long()
+    for given in ((), (documents,)):
+        for one, two in zip(
+            gradients(plain, tokens[:, :-1], tokens[:, 1:], *given),
+            gradients(other, tokens[:, :-1], tokens[:, 1:], *given),
+            strict=True,
+        ):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_each_mode_keeps_less(kind, seed):
+    """Selective drops queries, keys and output of attention, and for SwiGLU silu(gate); full keeps the inputs of blocks."""
+    config, kept = small(kind, n_layers=3, dim=128), {}
+    tokens = torch.randint(257, (2, 33))
+    for mode in ("none", *MODES):
+        model = Transformer.build(dataclasses.replace(config, recompute=mode), "O2", seed=seed)
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = model.hidden(tokens[:, :-1])
+        assert hidden.requires_grad
+        kept[mode] = sum(storage.nbytes() for storage in storages.values()) / (2 * 32 * 3)
+    queries_keys_output = 2 * (2 * config.attention_width + config.kv_heads * config.head_dim)
+    dropped = queries_keys_output + (0 if kind == "gpt" else 2 * config.ffn_width)
+    assert kept["none"] - kept["selective"] == pytest.approx(dropped, rel=0.05)
+    assert kept["full"] < kept["none"] / 4
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "O2"])
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_selective_blocks_compile_without_a_graph_break(kind, recipe, seed):
+    config = small(kind, recompute="selective", dtype=torch.float32)
+    model, plain = (Transformer.build(config, recipe, seed=seed) for _ in range(2))
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    tokens = torch.randint(257, (2, 25))
+    losses = [m(tokens[:, :-1], tokens[:, 1:]) for m in (model, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        expected = uncast(q.grad)
+        torch.testing.assert_close(uncast(p.grad), expected, rtol=0.1, atol=0.02 * expected.abs().max().item())
+
+
+def test_evaluation_keeps_nothing(seed):
+    model = Transformer.build(small("llama", recompute="selective"), "O2", seed=seed)
+    tokens = torch.randint(257, (2, 24))
+    with torch.no_grad():
+        evaluated = model(tokens)
+    assert torch.equal(evaluated, model(tokens)) and evaluated.grad_fn is None
