@@ -2,7 +2,10 @@
 
     octavo train PRESET [--set path=value]… [--resume]    train a preset with changes
     octavo demo [--set path=value]… [--seed N]            BF16 beside FP8 on this machine, with two figures
+    octavo eval MODEL… --tasks FOLDER|hub                 zero-shot scores, perplexity, held-out loss; --compare for results
+    octavo export RUN OUT [--format fp8]                  a run as a Hugging Face checkpoint
     octavo presets                                        list the presets
+    octavo prepare CONFIG [--set path=value]…             a corpus from sources: filters, no copies, token shards, a report
     octavo doctor                                         what this machine can do
 
 Exit codes: 0 done, or stopped by SIGTERM or SIGINT after a checkpoint; 1 the run failed (arithmetic, disk); 2 the user asked for
@@ -13,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -60,11 +65,70 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers would draw its own into ours
+    from octavo.evaluate import EvalConfig, Results, compare_all, evaluate
+
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("run", "compare")}
+    try:
+        if arguments.compare is not None:
+            if arguments.models or len(arguments.compare) < 2:
+                raise ValueError("--compare takes two or more JSON files of results, and no MODEL")
+            compare_all([Results.read(path) for path in arguments.compare], Path(arguments.out))
+        else:
+            evaluate(EvalConfig(**settings))
+    except ValueError as error:
+        return _fail(2, error)
+    except torch.OutOfMemoryError as error:
+        return _fail(1, RuntimeError(f"the GPU has too little memory: lower --batch-tokens ({str(error).splitlines()[0]})"))
+    except (NumericsError, OSError) as error:
+        return _fail(1, error)
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from octavo.hf import export
+    from octavo.train.restore import SavedRun
+
+    try:
+        run = SavedRun.open(arguments.run_or_checkpoint)
+        source = None if run.source is None else run.source.path
+        folder = export(run.load_model(), arguments.out, run.tokenizer, source=source, format=arguments.format)
+    except ValueError as error:
+        return _fail(2, error)
+    except OSError as error:
+        return _fail(1, error)
+    print(f"{folder}: {run.checkpoint.name} as {arguments.format} safetensors, for transformers")
+    return 0
+
+
 def _presets(arguments: argparse.Namespace) -> int:
     from octavo.train.presets import PRESETS
 
     for name, preset in PRESETS.items():
         print(f"{name:12s} {(preset.__doc__ or '').splitlines()[0]}")
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    from octavo.prepare.command import prepare_corpus, show_config, train_filters
+
+    if arguments.config == "train-filters":
+        run = train_filters
+    else:
+        run = show_config if arguments.show else prepare_corpus
+    try:
+        run(arguments)
+    except ValueError as error:
+        return _fail(2, error)
+    except OSError as error:
+        return _fail(1, error)
+    except KeyboardInterrupt:
+        return _fail(1, RuntimeError("stopped; the same command goes on where it was"))
     return 0
 
 
@@ -103,7 +167,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--seed", type=int, default=0, help="of weights, data order and rounding (default 0)")
     demo.set_defaults(run=_demo)
-    for command in (train, demo):
+    prepare = commands.add_parser(
+        "prepare",
+        help="make a corpus from sources of text",
+        description="Read, filter, de-duplicate and tokenize sources of text; or train the filters that need a model.",
+    )
+    prepare.add_argument("config", metavar="CONFIG", help="a .toml or .json file, a preset (demo), or train-filters")
+    prepare.add_argument("--show", action="store_true", help="print the whole config as JSON and do nothing")
+    models = prepare.add_argument_group("train-filters")
+    models.add_argument("--reference", metavar="PATH", help="text to keep the like of, a file or folder")
+    models.add_argument("--contrast", metavar="PATH", help="text as it comes, for the classifier to tell apart")
+    models.add_argument("--out", metavar="FOLDER", help="where the models go, then filters.models of a config")
+    prepare.set_defaults(run=_prepare)
+    for command in (train, demo, prepare):
         command.add_argument(
             "--set",
             action="append",
@@ -111,6 +187,47 @@ def _parser() -> argparse.ArgumentParser:
             metavar="PATH=VALUE",
             help="change a setting, such as optim.lr=3e-4, recipe=O1 or data.path=corpus.txt; may be repeated",
         )
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="zero-shot scores, perplexity and held-out loss",
+        description="Evaluate models in FP8 and BF16, and compare them item by item.",
+    )
+    evaluation.add_argument("models", nargs="*", metavar="MODEL", help="run of octavo train, or Hugging Face folder")
+    evaluation.add_argument("--tasks", metavar="FOLDER|hub", help="the nine zero-shot tasks, from JSON lines or the hub")
+    evaluation.add_argument("--only", type=_names, metavar="NAMES", help="tasks to take, such as piqa,copa")
+    evaluation.add_argument("--text", metavar="PATH", help="text file or folder for perplexity")
+    evaluation.add_argument("--corpus", metavar="FOLDER", help="prepared corpus for the loss on held-out documents")
+    evaluation.add_argument("--limit", type=int, metavar="N", help="first N items of each task, windows of each text")
+    evaluation.add_argument(
+        "--recipe", dest="recipes", type=_names, default=(), metavar="NAMES", help="such as bf16,O2; default: the model's own"
+    )
+    evaluation.add_argument("--dtype", default="auto", help="fp32 or bf16; auto is fp32 on the CPU, bf16 on a GPU")
+    evaluation.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    evaluation.add_argument("--window", type=int, metavar="N", help="tokens that the model sees; default: its limit")
+    evaluation.add_argument("--stride", type=int, metavar="N", help="tokens between windows of a text; default: the window")
+    evaluation.add_argument("--batch-tokens", type=int, metavar="N", help="tokens of a batch")
+    evaluation.add_argument(
+        "--bos", dest="add_bos", action=argparse.BooleanOptionalAction, help="special tokens before each text, or none"
+    )
+    evaluation.add_argument(
+        "--through", default="transformers", help="Hugging Face models: transformers (default), or octavo's decoder"
+    )
+    evaluation.add_argument("--compare", nargs="+", metavar="JSON", help="compare results instead of evaluating")
+    evaluation.add_argument("--out", default="runs/eval", metavar="FOLDER", help="of results (default runs/eval)")
+    evaluation.set_defaults(run=_eval)
+
+    export = commands.add_parser(
+        "export",
+        help="write a run as a Hugging Face checkpoint",
+        description="Write the model of a run as a checkpoint that transformers loads.",
+    )
+    export.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT", help="folder of octavo train (its newest), or one checkpoint")
+    export.add_argument("out", metavar="OUT", help="new folder")
+    export.add_argument(
+        "--format", choices=("bf16", "fp8"), default="bf16", help="fp8: E4M3 weights with one scale each, for compressed-tensors"
+    )
+    export.set_defaults(run=_export)
 
     presets = commands.add_parser("presets", help="list the presets", description="List the presets.")
     presets.set_defaults(run=_presets)

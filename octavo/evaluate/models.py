@@ -1,0 +1,237 @@
+"""From a folder to a model that can be scored.
+
+Two kinds of folder are known, by what lies in them: a run or a checkpoint of `octavo train` (its newest checkpoint, with the
+tokenizer named in its config), and a Hugging Face checkpoint (config.json, safetensors, tokenizer; nothing from the network, no
+pickles), as the model of transformers or through octavo's decoder.
+
+A recipe with FP8 products rounds the inputs and weights of the linear layers to E4M3, through `octavo.convert`, as training
+with that recipe does; everything else computes in `dtype`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from octavo.convert import convert, export
+from octavo.data.tokenizers import load_tokenizer
+from octavo.evaluate.codec import Codec, OctavoCodec, TransformersCodec
+from octavo.evaluate.scoring import BATCH_TOKENS, Scorer
+from octavo.models import Transformer
+from octavo.recipe import Recipe, get_recipe
+from octavo.settings import from_dict
+from octavo.train import checkpoint
+from octavo.train.config import TrainConfig
+from octavo.train.setup import DTYPES, build_model, choose_device
+
+Kind = Literal["octavo", "Hugging Face"]
+DEFAULT_WINDOW = 2048
+"""Tokens, for a model without a limit in its config."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies, before it is loaded."""
+
+    path: Path
+    """The folder with the tensors: of a run, its newest checkpoint."""
+    kind: Kind
+    name: str
+    """The last parts of the path that the user gave."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode, and what is needed to score texts with it."""
+
+    model: nn.Module
+    codec: Codec
+    scorer: Scorer
+    recipe: Recipe
+    description: dict[str, Any]
+    """What results say of the model: name, path, kind, parameters, dtype, checksums of its files."""
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it is octavo's own decoder, and not a model of transformers."""
+        return isinstance(self.model, Transformer)
+
+
+def find_model(path: str | Path) -> Source:
+    """What kind of model lies at `path`. Raises `ValueError` if none does."""
+    folder = Path(path).expanduser()
+    name = folder.resolve().name or str(folder)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {what}: a model is a folder, of a run of octavo train or with config.json and safetensors")
+    if (folder / checkpoint.META).is_file():
+        return Source(folder, "octavo", name)
+    newest = checkpoint.latest(folder / "checkpoints")
+    if newest is not None:
+        return Source(newest, "octavo", name)
+    if (folder / "config.json").is_file():
+        if not any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"{folder} has a config.json and no *.safetensors: save the model with safetensors (save_pretrained does)"
+            )
+        return Source(folder, "Hugging Face", name)
+    found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
+    raise ValueError(
+        f"{folder} holds no model: found {found}; wanted checkpoints/ of octavo train, {checkpoint.META} of one checkpoint, "
+        "or config.json and *.safetensors of Hugging Face"
+    )
+
+
+def load_model(
+    path: str | Path,
+    recipe: str | Recipe | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    window: int | None = None,
+    batch_tokens: int | None = None,
+    add_bos: bool | None = None,
+    through: str = "transformers",
+) -> LoadedModel:
+    """The model at `path` on `device`, in eval mode.
+
+    Args:
+        recipe: None is the one that a run was trained with, and `bf16` (nothing is rounded to FP8) for a Hugging Face model.
+        dtype: of the activations outside FP8 products, `fp32` or `bf16`; `auto` is FP32 on the CPU and BF16 on a GPU.
+        window: most tokens that the model sees at once; None is as many as it was built for.
+        batch_tokens: tokens of a batch, see `octavo.evaluate.scoring`; None is a default for the device.
+        add_bos: see `HarnessLM`; a tokenizer of transformers is told, too.
+        through: for a Hugging Face checkpoint, its model of `transformers`, or `octavo`'s decoder with the same weights.
+
+    Raises `ValueError` if the folder holds no model, a damaged one, tensors that do not fit, a tokenizer of another vocabulary, or
+    if the window is larger than the model's.
+    """
+    source = find_model(path)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: use auto, {' or '.join(DTYPES)}")
+    if through not in ("transformers", "octavo"):
+        raise ValueError(f"through is {through!r}: use 'transformers' or 'octavo'")
+    place = choose_device(device)
+    compute = dtype if dtype != "auto" else ("fp32" if place.type == "cpu" else "bf16")
+    wanted = None if recipe is None else get_recipe(recipe)
+    if source.kind == "octavo":
+        parts = _load_run(source, wanted, compute, place)
+    else:
+        load = _load_transformers if through == "transformers" else _load_decoder
+        parts = load(source, wanted or get_recipe("bf16"), DTYPES[compute], place, _tokenizer(source.path, add_bos))
+    if window is not None and not 2 <= window <= parts.window:
+        raise ValueError(f"the window is {window}, and {source.path} takes 2 to {parts.window} tokens")
+    budget = BATCH_TOKENS.get(place.type, BATCH_TOKENS["cpu"]) if batch_tokens is None else batch_tokens
+    model = parts.model.eval()
+    return LoadedModel(
+        model,
+        parts.codec,
+        Scorer(parts.forward.eval(), window or parts.window, budget, place),
+        parts.recipe,
+        {
+            "name": source.name,
+            "path": str(source.path),
+            "kind": source.kind,
+            "through": "octavo" if isinstance(model, Transformer) else "transformers",
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": compute,
+            "files": checksums(source.path),
+        },
+    )
+
+
+class _Parts(NamedTuple):
+    model: nn.Module
+    forward: nn.Module
+    """What gives logits as one tensor: the model, or a wrapper around it."""
+    codec: Codec
+    window: int
+    recipe: Recipe
+
+
+def _load_run(source: Source, recipe: Recipe | None, dtype: str, device: torch.device) -> _Parts:
+    values = checkpoint.read_meta(source.path)["config"]
+    values = {**values, "data": {key: value for key, value in values["data"].items() if key != "fingerprint"}}
+    config = from_dict(TrainConfig, values)
+    config = replace(config, model=replace(config.model, dtype=dtype, recompute="none"))  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    try:
+        model = build_model(config, tokenizer.vocab_size, device)
+        checkpoint.load(source.path, model, None)
+    except ValueError as error:
+        raise ValueError(f"{source.path} with the tokenizer {config.data.tokenizer} cannot be loaded: {error}") from None
+    recipe = recipe or config.recipe
+    if recipe != config.recipe:
+        export(model)
+        convert(model, recipe)
+    return _Parts(model, model, OctavoCodec(tokenizer), config.data.seq_len, recipe)
+
+
+def _load_transformers(
+    source: Source, recipe: Recipe, dtype: torch.dtype, device: torch.device, codec: Codec
+) -> _Parts:
+    from octavo.hf import CausalLM, load_transformers
+
+    model = load_transformers(source.path).model.to(device, dtype).requires_grad_(False)
+    forward = CausalLM(model, torch.float32)  # without autocast: the model itself is in `dtype`
+    _check_vocabulary(source.path, codec.size, forward.vocab_size)
+    convert(model, recipe)
+    return _Parts(model, forward, codec, forward.max_seq_len or DEFAULT_WINDOW, recipe)
+
+
+def _load_decoder(source: Source, recipe: Recipe, dtype: torch.dtype, device: torch.device, codec: Codec) -> _Parts:
+    from octavo.hf import load_decoder
+
+    model = load_decoder(source.path, recipe=recipe, device=device, dtype=dtype).requires_grad_(False)
+    _check_vocabulary(source.path, codec.size, model.config.vocab_size)
+    return _Parts(model, model, codec, model.config.max_seq_len, recipe)
+
+
+def _tokenizer(path: Path, add_bos: bool | None) -> Codec:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("a Hugging Face model needs the package transformers: pip install 'octavo[eval]'") from None
+    options = {} if add_bos is None else {"add_bos_token": add_bos}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, **options)
+    except Exception as error:  # a damaged tokenizer.json raises what its parser pleases
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{path} has no tokenizer that transformers can read: {reason}") from None
+    return TransformersCodec(tokenizer)
+
+
+def _check_vocabulary(path: Path, tokens: int, rows: int) -> None:
+    if tokens > rows:
+        raise ValueError(
+            f"the tokenizer in {path} has {tokens:,} tokens and the checkpoint an embedding of {rows:,}: "
+            "they are of different models, take the tokenizer that the checkpoint was trained with"
+        )
+    if rows - tokens > max(1024, rows // 20):  # more than padding to a round number
+        warnings.warn(
+            f"the tokenizer in {path} has {tokens:,} tokens and the checkpoint an embedding of {rows:,}: "
+            "check that they are of one model",
+            stacklevel=2,
+        )
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file in `folder`, by its name below it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+
+
+def sha256(path: Path) -> str:
+    """Of the bytes of a file, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
