@@ -169,9 +169,7 @@ class AdamW(torch.optim.Optimizer):
             residual=slots[0].residual is not None,
             formats=bucket.formats,
         )
-        streams = torch.arange(3, dtype=torch.int32, device=device)
-        keys = kernels.make_key(group["seed"], step.unsqueeze(1), streams, device)
-        return _Plan(columns, keys, maxima, ok)
+        return _Plan(columns, kernels.make_key(group["seed"], step, 0, device), maxima, ok)
 
     def _maxima_before(self, slot: Slot) -> Tensor:
         fingerprint, maxima = self._maxima.get(slot.param, (None, None))

@@ -98,8 +98,8 @@ def case(n: int, formats: UpdateFormats, gradient: str) -> tuple[list, dict]:
         residual=residual is not None,
         formats=formats,
     )
-    keys = kernels.make_key(3, step, torch.arange(3), "cpu")
-    return [p, grad, residual, m, v, *blocked, torch.stack(columns, 1)[0], keys, ok, torch.zeros(3), formats]
+    key = kernels.make_key(3, step.flatten()[0], 0, "cpu")
+    return [p, grad, residual, m, v, *blocked, torch.stack(columns, 1)[0], key, ok, torch.zeros(3), formats]
 
 
 def on(values: list) -> list:

@@ -6,11 +6,12 @@ repeats it bit for bit. Only storage is low precision. With t the step, c_t the 
     g = grad                            Adam: g = g + wd·p
     m = β1·m + (1-β1)·g
     v = β2·v + (1-β2)·(g·g)
-    r = (m / (1-β1^t)) / (√v / √(1-β2^t) + ε), 0 where m is 0, cut to ±c_t
+    r = (m · b1) / max(√v · b2 + ε, 2^-126), cut to ±c_t;  b1 = 1 / (1-β1^t), b2 = 1 / √(1-β2^t)
     p = p - lr·(r + wd·p)               Adam: p = p - lr·r
 
-and p, m and v (or √v) are rounded back to their formats. Cutting r is exact Adam as long as m and v are exact, which never reaches
-c_t; a moment rounded to three mantissa bits can, and without the cut (`clamp_ratio`) p would saturate at the scale predicted for it.
+and p, m and v (or √v) are rounded back to their formats. (Where v and ε are 0, m is 0 too, and then r.) Cutting r is exact Adam as
+long as m and v are exact, which never reaches c_t; a moment rounded to three mantissa bits can, and without the cut (`clamp_ratio`)
+p would saturate at the scale predicted for it.
 
 Scales are powers of two. A tensor with one scale gets it before the pass, from an upper bound, so that nothing saturates; a tensor
 with blocks of scales, over its flattened elements, gets each from the exact maximum inside the pass. The pass also returns the
@@ -20,7 +21,8 @@ exact maxima that the next step's bounds start from. The alternative, a pass for
 Rounding is stochastic for both moments too. To nearest, an E4M3 m stalls as soon as its change is under half a step: of a gradient
 with a constant mean in noise it accumulates 85% at beta1 = 0.9, 69% at 0.95 and 38% at 0.99, where stochastic rounding keeps 100%
 (with 5-10% of noise, which averages out); v stalls likewise as beta2 nears 1. The random bits hash (key, global index of the element),
-so they are the same however parameters are grouped, sharded or resumed.
+so they are the same however parameters are grouped, sharded or resumed. One hash serves all three roundings of an element: each
+takes the top bits of its word times an odd factor. Three hashes were a fifth of the instructions of the pass, which is bound by them.
 """
 
 from __future__ import annotations
@@ -32,9 +34,14 @@ import torch
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.reference.cast import amax, cast, scale_from_amax, uncast
+from octavo.kernels.reference.cast import amax, multiply, round_stochastic, scale_from_amax, uncast
+from octavo.kernels.reference.random import random_bits
 from octavo.kernels.reference.residual import uncast_residual
 
+SMALLEST_DENOMINATOR = 2.0**-126
+"""Of the ratio, FP32's smallest normal."""
+MULTIPLIERS = (1, 0x2C1B3C6D, 0x297A2D39)
+"""Odd factors that make the random words of p, m and v from the hash of an element."""
 CHUNK = 2**18
 """Elements updated at a time, a multiple of every block: bounds the FP32 temporaries, and keeps them in cache."""
 
@@ -73,8 +80,10 @@ class Scalars(NamedTuple):
     one_minus_beta2: Tensor
     eps: Tensor
     weight_decay: Tensor
-    bias_correction1: Tensor
-    sqrt_bias_correction2: Tensor
+    unbias1: Tensor
+    """1 / (1-β1^t)."""
+    sqrt_unbias2: Tensor
+    """1 / √(1-β2^t)."""
     ratio_bound: Tensor
     grad_factor: Tensor
     """Reciprocal scale of the gradient, negative to maximize."""
@@ -95,7 +104,7 @@ def adamw(
     exp_avg_scales: Tensor | None,
     exp_avg_sq_scales: Tensor | None,
     scalars: Tensor,
-    keys: Tensor,
+    key: Tensor,
     ok: Tensor,
     amaxes: Tensor,
     formats: UpdateFormats,
@@ -111,14 +120,13 @@ def adamw(
         residual: int8 [n], the low bytes of an E4M11 gradient, or None.
         exp_avg_scales, exp_avg_sq_scales: FP32 [ceil(n / block)], rewritten; None without blocks.
         scalars: FP32, the fields of `Scalars`.
-        keys: int32 [3], for the rounding of param, exp_avg and exp_avg_sq.
+        key: int32, 0-d, of the random bits; see `octavo.kernels.reference.random`.
         amaxes: FP32 [3], raised to the largest magnitudes among the new *codes* of these three; not for one in blocks.
         offset: global index of the first element, for the random bits.
     """
     if not ok.item():
         return
     s = Scalars(*scalars.unbind())
-    rounding = "stochastic" if formats.stochastic else "nearest"
 
     def load(codes: Tensor, factor: Tensor, scales: Tensor | None, block: int | None, start: int) -> Tensor:
         codes = codes[start : start + CHUNK]
@@ -127,15 +135,15 @@ def adamw(
         return uncast(codes, scales[start // block : (start + CHUNK) // block], block=block)
 
     def store(
-        x: Tensor, codes: Tensor, scale: Tensor, scales: Tensor | None, block: int | None, start: int, which: int
-    ) -> None:
+        x: Tensor, codes: Tensor, scale: Tensor, scales: Tensor | None, block: int | None, start: int, word: Tensor | None
+    ) -> Tensor:
+        fmt = Format.of(codes.dtype)
         if scales is not None and block is not None:
-            scale = scale_from_amax(amax(x, block=block), Format.of(codes.dtype).max)
+            scale = scale_from_amax(amax(x, block=block), fmt.max)
             scales[start // block : (start + CHUNK) // block] = scale
-        new = cast(x, scale, codes.dtype, rounding=rounding, key=keys[which], offset=offset + start, block=block)
+        new = round_to(multiply(x, scale, block), fmt, word)
         codes[start : start + CHUNK] = new
-        if block is None:
-            amaxes[which] = torch.maximum(amaxes[which], amax(new))
+        return new
 
     for start in range(0, param.numel(), CHUNK):
         p = load(param, s.param_factor, None, None, start)
@@ -149,15 +157,33 @@ def adamw(
             v = v * v
         v = s.beta2 * v + s.one_minus_beta2 * (g * g)
         root = v.double().sqrt().float()  # IEEE: the FP32 square root of torch is not correctly rounded on every CPU
-        ratio = (m / s.bias_correction1) / (root / s.sqrt_bias_correction2 + s.eps)
-        ratio = torch.where(m == 0, 0.0, ratio).clamp(-s.ratio_bound, s.ratio_bound)
-        update = s.lr * (ratio + s.weight_decay * p if formats.decoupled else ratio)
-        p = torch.where(update == 0, p, p - update)  # an update of -0 keeps p = -0
+        ratio = (m * s.unbias1) / (root * s.sqrt_unbias2 + s.eps).clamp(min=SMALLEST_DENOMINATOR)
+        ratio = ratio.clamp(-s.ratio_bound, s.ratio_bound)
+        if formats.decoupled:
+            ratio = ratio + s.weight_decay * p
+        p = p - (s.lr * ratio + 0.0)  # (subtracting -0 would change p = -0)
 
-        store(p, param, s.param_scale, None, None, start, 0)
-        store(m, exp_avg, s.exp_avg_scale, exp_avg_scales, formats.exp_avg_block, start, 1)
+        words: list[Tensor | None] = [None, None, None]
+        if formats.stochastic:
+            word = random_bits(key, offset + start, p.numel(), p.device)
+            words = [word * multiplier for multiplier in MULTIPLIERS]
         second = root if formats.sqrt_exp_avg_sq else v
-        store(second, exp_avg_sq, s.exp_avg_sq_scale, exp_avg_sq_scales, formats.exp_avg_sq_block, start, 2)
+        new = (
+            store(p, param, s.param_scale, None, None, start, words[0]),
+            store(m, exp_avg, s.exp_avg_scale, exp_avg_scales, formats.exp_avg_block, start, words[1]),
+            store(second, exp_avg_sq, s.exp_avg_sq_scale, exp_avg_sq_scales, formats.exp_avg_sq_block, start, words[2]),
+        )
+        for which, block in enumerate((None, formats.exp_avg_block, formats.exp_avg_sq_block)):
+            if block is None:
+                amaxes[which] = torch.maximum(amaxes[which], amax(new[which]))
+
+
+def round_to(y: Tensor, fmt: Format, word: Tensor | None) -> Tensor:
+    """Codes of `y` (FP32, scaled), saturated, rounded stochastically by the top bits of `word` (int32) or to nearest."""
+    y = y.clamp(-fmt.max, fmt.max)
+    if word is not None and fmt.mantissa_bits < 23:
+        y = round_stochastic(y, word, fmt)
+    return y.to(fmt.dtype)
 
 
 def _gradient(grad: Tensor, residual: Tensor | None, factor: Tensor, start: int) -> Tensor:

@@ -83,7 +83,7 @@ def cast(
     fmt = Format.of(dtype)
     if _exact_in_bf16(x, scale, fmt, rounding, stats):
         return (x * scale).clamp_(-fmt.max, fmt.max).to(dtype).contiguous()
-    y = _multiply(x, scale, block)
+    y = multiply(x, scale, block)
     if stats is not None:
         stats[0] += (y.abs() > fmt.max).sum()
     y.clamp_(-fmt.max, fmt.max)
@@ -208,7 +208,7 @@ def _exact_in_bf16(x: Tensor, scale: Tensor, fmt: Format, rounding: str, stats: 
     return rounding == "nearest" and stats is None and float(scale).hex().startswith("0x1.0000000000000p")
 
 
-def _multiply(x: Tensor, scale: Tensor, block: int | None) -> Tensor:
+def multiply(x: Tensor, scale: Tensor, block: int | None) -> Tensor:
     """x * scale as a new contiguous FP32 tensor."""
     factor = scale if block is None else _spread(scale, block, x.shape)
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
