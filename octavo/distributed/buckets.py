@@ -106,17 +106,20 @@ class Bucket:
 
 def assign(members: Sequence[Member], world: int, bucket_bytes: int) -> list[Bucket]:
     """Buckets of at least `bucket_bytes` on the wire, but for the last of each kind, in the order in which they fill."""
-    open_ones: dict[tuple, list[Member]] = {}
-    done: list[list[Member]] = []
+    filling: dict[tuple, tuple[list[Member], int]] = {}
+    groups: list[list[Member]] = []
     for member in reversed(members):
-        key = (member.scaled is not None, member.param.dtype, member.param.device)
-        if member.scaled is not None:
-            key = (True, None, member.param.device)
-        found = open_ones.setdefault(key, [])
-        found.append(member)
-        if sum(m.param.numel() * (1 if key[0] else m.param.element_size()) for m in found) >= bucket_bytes:
-            done.append(open_ones.pop(key))
-    return [_bucket(group, world) for group in [*done, *open_ones.values()]]
+        param, scaled = member.param, member.scaled is not None
+        key = (param.device, None if scaled else param.dtype)
+        group, size = filling.pop(key, ([], 0))
+        group.append(member)
+        size += param.numel() * (1 if scaled else param.element_size())
+        if size >= bucket_bytes:
+            groups.append(group)
+        else:
+            filling[key] = (group, size)
+    groups += [group for group, _ in filling.values()]
+    return [_bucket(group, world) for group in groups]
 
 
 def _bucket(members: list[Member], world: int) -> Bucket:
@@ -151,10 +154,11 @@ class Reduction:
         residual = None
         if any(grad.residual is not None for grad in grads):
             residual = layout.zeros(torch.int8)
-            pairs = [
-                (v, g.residual) for v, g in zip(layout.views(residual), grads, strict=True) if g.residual is not None
+            views = layout.views(residual)
+            found = [
+                (view, grad.residual) for view, grad in zip(views, grads, strict=True) if grad.residual is not None
             ]
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
         stored = torch.stack([grad.scale for grad in grads])
         absent = torch.zeros(len(grads), dtype=torch.bool, device=stored.device)
         if any(bucket.absent):

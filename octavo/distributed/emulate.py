@@ -99,7 +99,7 @@ def _codes(
     )
     for gradient, bucket, residual in zip(stored, buckets, residuals, strict=True):
         layout.views(bucket.view(torch.uint8))[0].copy_(gradient.codes.view(torch.uint8))
-        if residual is not None:
+        if residual is not None and gradient.residual is not None:
             layout.views(residual)[0].copy_(gradient.residual)
     scales = [gradient.scale.view(1) for gradient in stored]
     nobody = torch.zeros(1, dtype=torch.bool, device=device)

@@ -33,7 +33,7 @@ from octavo.distributed.algorithms import Algorithm, hierarchical, nccl, two_sho
 from octavo.distributed.autoscale import AutoScale
 from octavo.distributed.buckets import Bucket, Member, Reduction, assign
 from octavo.distributed.collectives import Ranks
-from octavo.distributed.replicas import check_alike, check_equal, send_from_first
+from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.linear import FP8Linear
 from octavo.linear.storage import store_gradient
 from octavo.recipe import BASELINE, Recipe, get_recipe
@@ -223,6 +223,7 @@ class DataParallel(nn.Module):
                 self.nonfinite_steps += ~torch.stack(finite).all()
             for bucket in self._buckets:
                 bucket.give()
+            share_maxima(self.module, self.ranks)
         finally:
             self._in_backward = False
         self._passes += 1

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from octavo.distributed.algorithms import SCALES
 from octavo.distributed.collectives import Ranks
 from octavo.formats import NumericsError
 from octavo.linear import FP8Linear, drop_weight_cache
@@ -72,6 +73,29 @@ def send_from_first(model: nn.Module, ranks: Ranks) -> None:
                         _send(value, ranks)
                     scaling.load_state_dict(state)
     drop_weight_cache(model.parameters())
+
+
+@torch.no_grad()
+def share_maxima(model: nn.Module, ranks: Ranks) -> None:
+    """Takes the maxima that delayed scaling has seen in this step over all ranks, so that all have the same windows.
+
+    A layer that ran on other ranks only counts here too; the host waits for the device only to learn of such a layer.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    scalings = [s for layer in layers for s in (layer.input_scaling, layer.grad_output_scaling) if s is not None]
+    if not scalings:
+        return
+    device = layers[0].weight.device
+    missing = [not scaling._recorded for scaling in scalings]
+    pending = torch.stack([scaling.pending.to(device) for scaling in scalings])
+    recorded = torch.tensor([float(not m) for m in missing]).to(device, non_blocking=True)
+    both = torch.cat([pending, recorded])
+    ranks.all_reduce(both, dist.ReduceOp.MAX, SCALES)
+    for scaling, value in zip(scalings, both[: len(scalings)].unbind(), strict=True):
+        scaling.pending.copy_(value)
+    if any(missing):
+        for scaling, seen in zip(scalings, both[len(scalings) :].tolist(), strict=True):
+            scaling._recorded = seen > 0
 
 
 def _send(tensor: Tensor, ranks: Ranks) -> None:
