@@ -15,7 +15,10 @@ first token of a document is no target: what precedes it does not predict it.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import hashlib
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -32,6 +35,7 @@ from octavo.data.mixture import Mixture
 from octavo.models.loss import IGNORE
 
 ROUNDS = 4
+WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ class TokenStream:
         inputs, targets = torch.empty(2, *shape, dtype=torch.int64, pin_memory=pin)
         separate = self.documents == "separate"
         documents = torch.empty(*shape, dtype=torch.int32, pin_memory=pin) if separate else None
-        for row, (shard, begin) in enumerate(self._windows_at(start, self.batch_size)):
+        for row, (number, index) in enumerate(self._mixture.take(start, self.batch_size)):
+            shard, begin = self._orders[number].place(index)
             tokens = shard.tokens[begin : begin + self.seq_len + 1]
             self._check_ids(shard, begin, tokens)
             inputs.numpy()[row], targets.numpy()[row] = tokens[:-1], tokens[1:]
@@ -125,16 +130,6 @@ class TokenStream:
                 f"the sources hold {self.total:,} sequences of {self.seq_len:,} tokens within their max_epochs, and {windows:,} are "
                 "wanted: take fewer steps, raise max_epochs or give more text"
             )
-
-    def _windows_at(self, start: int, count: int) -> list[tuple[IndexedShard, int]]:
-        """Shard and first token of the windows at global positions `start` ... `start + count - 1`."""
-        taken = self._mixture.take(start, count)
-        places: list[tuple[IndexedShard, int]] = [(self.sources[0].shards[0], 0)] * count
-        for number in {source for source, _ in taken}:
-            rows = [row for row, (source, _) in enumerate(taken) if source == number]
-            for row, place in zip(rows, self._orders[number].places([taken[row][1] for row in rows]), strict=True):
-                places[row] = place
-        return places
 
     def _check_ids(self, shard: IndexedShard, begin: int, tokens: npt.NDArray[np.integer]) -> None:
         size = self.vocab_size
@@ -213,18 +208,14 @@ class _Order:
             )
             raise ValueError(f"source {source.name}: {longest.path} holds {longest.count:,} tokens, {problem}")
         self._shards, self._seq_len, self._seed, self._number = source.shards, seq_len, seed, number
-        self._first_window = np.cumsum([0, *windows])
+        self._first_window = list(itertools.accumulate(windows, initial=0))
 
-    def places(self, indices: Sequence[int]) -> list[tuple[IndexedShard, int]]:
-        """Shard and first token of the windows that come at `indices` of the source's own order."""
-        epochs, inside = np.divmod(np.asarray(indices, dtype=np.int64), self.windows)
-        windows = np.empty(len(indices), dtype=np.int64)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            windows[rows] = permute(inside[rows], self.windows, (self._seed, int(epoch), self._number))
-        shards = np.searchsorted(self._first_window, windows, side="right") - 1
-        begins = (windows - self._first_window[shards]) * self._seq_len
-        return [(self._shards[shard], int(begin)) for shard, begin in zip(shards, begins, strict=True)]
+    def place(self, index: int) -> tuple[IndexedShard, int]:
+        """Shard and first token of the window that comes at `index` of the source's own order."""
+        epoch, inside = divmod(index, self.windows)
+        window = permute(inside, self.windows, round_keys(self._seed, epoch, self._number))
+        shard = bisect.bisect_right(self._first_window, window) - 1
+        return self._shards[shard], (window - self._first_window[shard]) * self._seq_len
 
 
 def describe(source: Source) -> dict[str, Any]:
@@ -255,24 +246,30 @@ def _vocabulary(sources: Sequence[Source]) -> int | None:
     return next((s.vocab_size for source in sources for s in source.shards if s.vocab_size is not None), None)
 
 
-def permute(indices: npt.NDArray[np.int64], size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Where a pseudo-random permutation of 0 ... `size` - 1, chosen by `key`, sends each of `indices`."""
+def permute(index: int, size: int, keys: Sequence[int]) -> int:
+    """Where a pseudo-random permutation of 0 ... `size` - 1, chosen by the 64-bit `keys` of its rounds, sends `index`.
+
+    A batch has few windows: Python's integers are quicker for them than arrays.
+    """
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    round_keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
-    result = indices.astype(np.uint64)
-    outside = np.ones(len(result), dtype=bool)
-    while outside.any():
-        left, right = result[outside] >> np.uint64(half), result[outside] & mask
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        result[outside] = (left << np.uint64(half)) | right
-        outside = result >= size
-    return result.astype(np.int64)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        index = left << half | right
+        if index < size:
+            return index
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+@functools.lru_cache(maxsize=64)
+def round_keys(*entropy: int) -> tuple[int, ...]:
+    """Keys of a permutation, from numbers that name it."""
+    return tuple(np.random.SeedSequence(entropy).generate_state(ROUNDS, np.uint64).tolist())
+
+
+def _mix(x: int) -> int:
     """The 64-bit finaliser of SplitMix64: every input bit changes every output bit with probability 1/2."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & WORD
+    return x ^ (x >> 31)
