@@ -28,6 +28,9 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of some ids."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token by its name."""
+
 
 class OctavoCodec:
     """A tokenizer of `octavo.data`."""
@@ -44,6 +47,9 @@ class OctavoCodec:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         # The end of the text has no spelling in a byte tokenizer, so it is never part of a decoded text.
         return self._tokenizer.decode(ids)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.vocabulary()
 
 
 class TransformersCodec:
@@ -65,3 +71,6 @@ class TransformersCodec:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()

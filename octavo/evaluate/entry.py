@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import re
 import sys
 import tempfile
@@ -24,10 +25,11 @@ from typing import Any, TextIO
 
 import torch
 
+from octavo.data.corpus import PreparedCorpus
 from octavo.data.sources import fingerprint, read_documents
 from octavo.evaluate.compare import Comparison, compare, paired
 from octavo.evaluate.models import LoadedModel, find_model, load_model
-from octavo.evaluate.perplexity import text_loss
+from octavo.evaluate.perplexity import text_loss, token_loss
 from octavo.evaluate.plots import headline, plot_comparison
 from octavo.evaluate.results import Item, Measurement, Results, finite
 from octavo.evaluate.tables import comparison_table, scores_table
@@ -98,7 +100,8 @@ def evaluate(config: EvalConfig) -> list[Results]:
     if config.tasks is not None and config.tasks != HUB:
         local, missing = read_tasks(config.tasks, config.only, config.limit)
     hub = choose_tasks(config.only) if config.tasks == HUB else []
-    checksum = None if config.text is None else fingerprint(config.text)
+    checksum = "" if config.text is None else fingerprint(config.text)
+    corpus = None if config.corpus is None else PreparedCorpus.open(config.corpus)
     _need_harness()
     results: list[Results] = []
     labels: set[str] = set()
@@ -117,7 +120,9 @@ def evaluate(config: EvalConfig) -> list[Results]:
         label = _label(f"{loaded.description['name']}-{precision}", labels)
         measurements = [*_tasks(loaded, label, local, hub, config)]
         if config.text is not None:
-            measurements.append(_text(loaded, label, config.text, str(checksum), config))
+            measurements.append(_text(loaded, label, config.text, checksum, config))
+        if corpus is not None:
+            measurements += _corpus(loaded, label, corpus, config.limit)
         results.append(
             Results(
                 label=label,
@@ -229,6 +234,38 @@ class _WithoutBars:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _corpus(loaded: LoadedModel, label: str, corpus: PreparedCorpus, limit: int | None) -> Iterator[Measurement]:
+    """The loss on the held-out documents of each source."""
+    tokenizer = corpus.load_tokenizer()
+    if tokenizer.vocabulary() != loaded.codec.vocabulary():
+        raise ValueError(
+            f"{corpus.folder} was prepared with tokenizer {corpus.tokenizer} ({tokenizer.vocab_size:,} tokens), and "
+            f"{loaded.description['path']} has another ({loaded.codec.name}): prepare it with the tokenizer of the model"
+        )
+    for source in corpus.sources:
+        losses: list[tuple[float, int]] = []
+        with _progress(f"{label} {source.name}") as advance:
+            for shard in source.validation:
+                rest = None if limit is None else limit - len(losses)
+                if shard.count > loaded.scorer.window and rest != 0:
+                    losses += token_loss(loaded.scorer, shard.tokens, limit=rest, advance=advance)
+        if not losses:
+            raise ValueError(
+                f"source {source.name} of {corpus.folder} holds out {source.validation_tokens:,} tokens, fewer than the "
+                f"{loaded.scorer.window + 1:,} of one window: use a smaller --window"
+            )
+        tokens = sum(count for _, count in losses)
+        items = [{"item": number, "loss": nats, "tokens": count} for number, (nats, count) in enumerate(losses)]
+        digest = hashlib.sha256("".join(shard.checksum for shard in source.validation).encode()).hexdigest()
+        yield Measurement(
+            f"corpus/{source.name}",
+            "loss",
+            {"loss": math.fsum(nats for nats, _ in losses) / tokens},
+            {"path": str(corpus.folder), "checksum": digest, "tokens": tokens, "items": len(items)},
+            items,
+        )
 
 
 @contextlib.contextmanager

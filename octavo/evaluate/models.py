@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,12 +23,13 @@ from octavo.convert import convert, export
 from octavo.data.tokenizers import load_tokenizer
 from octavo.evaluate.codec import Codec, OctavoCodec, TransformersCodec
 from octavo.evaluate.scoring import BATCH_TOKENS, Scorer
+from octavo.hf import CausalLM, load_decoder, load_transformers
 from octavo.models import Transformer
 from octavo.recipe import Recipe, get_recipe
-from octavo.settings import from_dict
 from octavo.train import checkpoint
-from octavo.train.config import TrainConfig
-from octavo.train.setup import DTYPES, build_model, choose_device
+from octavo.train.restore import SavedRun
+from octavo.train.setup import choose_device
+from octavo.train.source import DTYPES
 
 Kind = Literal["octavo", "Hugging Face"]
 DEFAULT_WINDOW = 2048
@@ -43,7 +44,7 @@ class Source:
     """The folder with the tensors: of a run, its newest checkpoint."""
     kind: Kind
     name: str
-    """The last parts of the path that the user gave."""
+    """The last part of the path that the user gave."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +67,18 @@ class LoadedModel:
 def find_model(path: str | Path) -> Source:
     """What kind of model lies at `path`. Raises `ValueError` if none does."""
     folder = Path(path).expanduser()
-    name = folder.resolve().name or str(folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"{folder} {what}: a model is a folder, of a run of octavo train or with config.json and safetensors")
-    if (folder / checkpoint.META).is_file():
-        return Source(folder, "octavo", name)
-    newest = checkpoint.latest(folder / "checkpoints")
-    if newest is not None:
-        return Source(newest, "octavo", name)
+    name = folder.resolve().name or "model"
+    if (folder / checkpoint.META).is_file() or checkpoint.latest(folder / "checkpoints") is not None:
+        return Source(SavedRun.open(folder).checkpoint, "octavo", name)
     if (folder / "config.json").is_file():
-        if not any(folder.glob("*.safetensors")):
-            raise ValueError(
-                f"{folder} has a config.json and no *.safetensors: save the model with safetensors (save_pretrained does)"
-            )
         return Source(folder, "Hugging Face", name)
     found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
     raise ValueError(
         f"{folder} holds no model: found {found}; wanted checkpoints/ of octavo train, {checkpoint.META} of one checkpoint, "
-        "or config.json and *.safetensors of Hugging Face"
+        "or config.json and safetensors of Hugging Face"
     )
 
 
@@ -156,28 +150,19 @@ class _Parts(NamedTuple):
 
 
 def _load_run(source: Source, recipe: Recipe | None, dtype: str, device: torch.device) -> _Parts:
-    values = checkpoint.read_meta(source.path)["config"]
-    values = {**values, "data": {key: value for key, value in values["data"].items() if key != "fingerprint"}}
-    config = from_dict(TrainConfig, values)
-    config = replace(config, model=replace(config.model, dtype=dtype, recompute="none"))  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    try:
-        model = build_model(config, tokenizer.vocab_size, device)
-        checkpoint.load(source.path, model, None)
-    except ValueError as error:
-        raise ValueError(f"{source.path} with the tokenizer {config.data.tokenizer} cannot be loaded: {error}") from None
-    recipe = recipe or config.recipe
-    if recipe != config.recipe:
-        export(model)
-        convert(model, recipe)
-    return _Parts(model, model, OctavoCodec(tokenizer), config.data.seq_len, recipe)
+    run = SavedRun.open(source.path)
+    forward = run.load_model(device, dtype)
+    model = forward.model if isinstance(forward, CausalLM) else forward
+    recipe = recipe or run.config.recipe
+    if recipe != run.config.recipe:
+        export(forward)
+        convert(forward, recipe)
+    return _Parts(model, forward, OctavoCodec(load_tokenizer(run.tokenizer)), run.config.data.seq_len, recipe)
 
 
 def _load_transformers(
     source: Source, recipe: Recipe, dtype: torch.dtype, device: torch.device, codec: Codec
 ) -> _Parts:
-    from octavo.hf import CausalLM, load_transformers
-
     model = load_transformers(source.path).model.to(device, dtype).requires_grad_(False)
     forward = CausalLM(model, torch.float32)  # without autocast: the model itself is in `dtype`
     _check_vocabulary(source.path, codec.size, forward.vocab_size)
@@ -186,8 +171,6 @@ def _load_transformers(
 
 
 def _load_decoder(source: Source, recipe: Recipe, dtype: torch.dtype, device: torch.device, codec: Codec) -> _Parts:
-    from octavo.hf import load_decoder
-
     model = load_decoder(source.path, recipe=recipe, device=device, dtype=dtype).requires_grad_(False)
     _check_vocabulary(source.path, codec.size, model.config.vocab_size)
     return _Parts(model, model, codec, model.config.max_seq_len, recipe)
