@@ -13,7 +13,7 @@ from octavo.distributed import DataParallel
 from octavo.formats import BF16, E4M3, E5M2, FP16, FP32, Format, NumericsError
 from octavo.linear import FP8Linear
 from octavo.memory import memory_report
-from octavo.optim import Adam, AdamW, clip_grad_norm_
+from octavo.optim import Adam, AdamW, clip_grad_norm_, release_gradients
 from octavo.recipe import RECIPES, Recipe
 from octavo.tensor import ScaledTensor, cast, uncast
 
@@ -27,6 +27,7 @@ __all__ = [
     "AdamW",
     "Adam",
     "clip_grad_norm_",
+    "release_gradients",
     "memory_report",
     "DataParallel",
     # precision as data

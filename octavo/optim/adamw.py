@@ -138,16 +138,35 @@ class AdamW(torch.optim.Optimizer):
                     found.append((number, param, gradient(param), offset))
                 offset += param.numel()
         buckets: dict[tuple, _Bucket] = {}
-        for number, param, (grad, grad_scale, residual), offset in found:
-            state = self.state[param]
-            if not state:
-                state.update(initial_state(param, self.recipe))
-            formats = update_formats(param, state, self.recipe, self._decoupled)
-            codes, scale = (param.codes, param.scale) if isinstance(param, ScaledTensor) else (param.detach(), None)
-            slot = Slot(param, codes, scale, grad, grad_scale, residual, state, offset)
-            key = (number, codes.device, formats, residual is not None)
+        for number, param, parts, offset in found:
+            formats, slot = self._slot(param, parts, offset)
+            key = (number, slot.codes.device, formats, slot.residual is not None)
             buckets.setdefault(key, _Bucket(self.param_groups[number], formats)).slots.append(slot)
         return list(buckets.values())
+
+    def _slot(
+        self, param: Tensor, grad: tuple[Tensor, Tensor | None, Tensor | None], offset: int
+    ) -> tuple[UpdateFormats, Slot]:
+        """What a step needs of `param` and its gradient; a new parameter gets its state here."""
+        state = self.state[param]
+        if "step" not in state:
+            state.update(initial_state(param, self.recipe))
+        formats = update_formats(param, state, self.recipe, self._decoupled)
+        codes, scale = (param.codes, param.scale) if isinstance(param, ScaledTensor) else (param.detach(), None)
+        return formats, Slot(param, codes, scale, *grad, state, offset)
+
+    @torch.no_grad()
+    def update_parameter(self, group: dict[str, Any], param: Tensor, offset: int, ok: Tensor) -> Tensor:
+        """The step of one parameter of `group` alone, `offset` elements into the optimizer; for gradient release.
+
+        Nothing changes if `ok` (0-d bool) is false or the gradient cannot be used; returns whether the parameter was updated.
+        """
+        formats, slot = self._slot(param, gradient(param), offset)
+        bucket = _Bucket(group, formats, [slot])
+        plan = self._plan(bucket)
+        ok = ok.to(plan.ok.device, non_blocking=True) & plan.ok
+        self._update(bucket, plan, ok)
+        return ok
 
     def _plan(self, bucket: _Bucket) -> _Plan:
         slots, group = bucket.slots, bucket.group

@@ -33,21 +33,30 @@ def clip_grad_norm_(params: Tensor | Iterable[Tensor], max_norm: float, norm_typ
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     device = grads[0].device
-    norms = torch.stack([_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads])
+    norms = torch.stack([gradient_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads])
     norm = torch.linalg.vector_norm(norms, norm_type)
-    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0).float()
+    factor = clip_factor(norm, max_norm)
     for grad in grads:
-        local = factor.to(grad.device, non_blocking=True)
-        if isinstance(grad, ScaledTensor) and max_norm > 0:
-            grad._storage.divide_scale(local)  # (`mul_` has to pass over the codes, as it cannot know that the factor is positive)
-            increment_version(grad)
-        else:
-            grad.mul_(local)
+        scale_gradient(grad, factor.to(grad.device, non_blocking=True), positive=max_norm > 0)
     return norm
 
 
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    """The norm of one gradient, FP64."""
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), FP32, 0-d; 1 if `norm` (FP64, 0-d) is not finite."""
+    return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0).float()
+
+
+def scale_gradient(grad: Tensor, factor: Tensor, positive: bool) -> None:
+    """grad · factor (FP32, 0-d) in place; a ScaledTensor changes its scale alone if the caller knows that the factor is positive."""
+    if isinstance(grad, ScaledTensor) and positive:
+        grad._storage.divide_scale(factor)  # (`mul_` has to pass over the codes, as it cannot know that the factor is positive)
+        increment_version(grad)
+    else:
+        grad.mul_(factor)
+
+
+def gradient_norm(grad: Tensor, norm_type: float = 2.0) -> Tensor:
+    """The norm of one gradient, FP64, 0-d."""
     if not isinstance(grad, ScaledTensor):
         return _chunked_norm(grad, None, norm_type)
     if grad.block is not None:

@@ -119,6 +119,9 @@ class OptimConfig:
     """Decoupled decay of parameters with two or more dimensions; biases and norm gains have none."""
     clip: float | None = 1.0
     """Largest L2 norm of the whole gradient; none does not clip."""
+    release: Literal["none", "partial", "two_pass"] = "none"
+    """Update each parameter inside backward and free its gradient (`octavo.release_gradients`), with the norm to clip by taken from the
+    gradients so far (`partial`) or from a backward of its own (`two_pass`). Needs train.micro_batches=1."""
     max_skipped: int = 20
     """Consecutive steps with a non-finite gradient after which the run stops."""
 

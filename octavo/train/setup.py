@@ -17,7 +17,7 @@ from octavo.hf.causal_lm import CausalLM
 from octavo.hf.checkpoint import Checkpoint
 from octavo.hf.load import DecoderValues
 from octavo.models import Transformer, TransformerConfig
-from octavo.optim import AdamW
+from octavo.optim import AdamW, GradientRelease, release_gradients
 from octavo.train.config import TrainConfig
 from octavo.train.schedule import decay_groups
 from octavo.train.source import DTYPES, build_transformers, source_config
@@ -99,6 +99,19 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> AdamW:
     )
     initialize(model, optimizer, config.recipe)
     return optimizer
+
+
+def build_release(config: TrainConfig, model: nn.Module, optimizer: AdamW) -> GradientRelease | None:
+    """Gradient release, if the config wants it. Raises `ValueError` for more than one micro-batch a step."""
+    rule, count = config.optim.release, config.train.micro_batches
+    if rule == "none":
+        return None
+    if count > 1:
+        raise ValueError(
+            f"optim.release={rule} updates the weights in each backward, so gradients cannot add up over train.micro_batches={count}: "
+            f"set it to 1 (and data.micro_batch to {count * config.data.micro_batch}, if that fits), or optim.release=none"
+        )
+    return release_gradients(model, optimizer, config.optim.clip, rule)
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

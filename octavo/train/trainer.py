@@ -49,6 +49,7 @@ from octavo.train.schedule import learning_rate
 from octavo.train.setup import (
     build_model,
     build_optimizer,
+    build_release,
     choose_device,
     deterministic,
     random_states,
@@ -115,6 +116,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = build_model(config, self.data.vocab_size, self.device, self._source, resumed=found is not None)
         self.optimizer = build_optimizer(config, self.model)
+        self._release = build_release(config, self.model, self.optimizer)
         if found is not None:
             self._load(found, meta)
         if config.train.compile:
@@ -197,13 +199,18 @@ class Trainer:
         with self._counting() if count else contextlib.nullcontext():
             for _ in range(config.train.micro_batches):
                 loss = self.model(*self.data.next_batch()) / config.train.micro_batches
-                loss.backward()
+                if self._release is None:
+                    loss.backward()
+                else:
+                    norm = self._release.step(loss)
                 losses.append(loss.detach())
-        norm = clip_grad_norm_(self.model.parameters(), math.inf if config.optim.clip is None else config.optim.clip)
+        if self._release is None:
+            norm = clip_grad_norm_(self.model.parameters(), math.inf if config.optim.clip is None else config.optim.clip)
         if _due(self.step, config.log.every):
             # Before the optimizer's step, which drops the cached weight codes: all that a step needs is alive here.
             self._memory = memory_report(self.model, self.optimizer)
-        self.optimizer.step()
+        if self._release is None:
+            self.optimizer.step()
         self._ledger.add(self.step, lr, torch.stack(losses).sum(), norm, self.optimizer.skipped_steps)
 
     @contextlib.contextmanager
