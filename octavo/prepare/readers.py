@@ -180,7 +180,8 @@ class SourceReader(PipelineStep):
 
 def list_units(source: Source, cache: Path | None = None) -> list[Unit]:
     """The units of a source, in their order. Raises `ValueError` or `OSError` naming a place that holds nothing to read."""
-    places = [(Path(path).expanduser(), Path(path).name) for path in source.paths]
+    given = [Path(path).expanduser() for path in source.paths]
+    places = [(path, os.path.basename(os.path.abspath(path))) for path in given]
     if source.debian or source.pypi:
         if cache is None:
             raise ValueError(f"source {source.name!r} names packages: give a cache folder to unpack them into")
