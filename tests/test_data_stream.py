@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import tracemalloc
 import warnings
 from types import SimpleNamespace
 
@@ -368,6 +370,22 @@ def test_documents_are_numbered_and_no_target_is_in_another(tmp_path, seed):
         assert torch.equal(documents, (of - of[:, :1]).int())
         crosses = torch.from_numpy(np.searchsorted(ends, following.numpy(), side="right")) != of
         assert crosses.any() and torch.equal(targets, following.masked_fill(crosses, -100))
+
+
+@pytest.mark.parametrize("documents", [100, 50_000])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, documents, seed):
+    """What Python and NumPy hold for a stream over 20 tokens a document, tables of documents included."""
+    with IndexedWriter(tmp_path / "shard", "uint16") as writer:
+        for i in range(documents):
+            writer.add(np.full(20, i % 1000))
+    gc.collect()
+    tracemalloc.start()
+    stream = TokenStream(IndexedShard.open(tmp_path / "shard"), 64, 4, documents="separate", vocab_size=1000)
+    for _ in range(50):
+        next(stream)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100_000
 
 
 @pytest.mark.gpu

@@ -1,18 +1,7 @@
 """Token shards: Megatron's MMIDIDX format, written whole or not at all and read in place.
 
-A shard is two files that share a *prefix*. `prefix.bin` holds token ids back to back; `prefix.idx` says where documents begin.
-All numbers are little-endian:
-
-| bytes of `.idx` | content |
-|---|---|
-| 9 | `MMIDIDX` and two zero bytes |
-| 8 | version 1, uint64 |
-| 1 | code of the token dtype, see `DTYPES` |
-| 8 | n, number of sequences, uint64 |
-| 8 | m, number of entries of the last table: documents + 1, uint64 |
-| 4 n | tokens of each sequence, int32 |
-| 8 n | where each sequence begins in `.bin`, in bytes, int64 |
-| 8 m | the first sequence of each document, and n, int64 |
+A shard is two files that share a *prefix*. `prefix.bin` holds token ids back to back; `prefix.idx` says where documents begin
+(`octavo.data.index_file` has its layout).
 
 octavo writes one sequence a document and a third file, `prefix.json`: the checksum of the two, and the tokenizer if it is known.
 Megatron and datatrove read such shards and their shards open here, where several sequences of a document count as one text.
@@ -28,8 +17,6 @@ import bisect
 import hashlib
 import json
 import os
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,14 +26,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from octavo.data.index_file import DTYPES, HEADER, MAGIC, check_tables, map_array, read_header
 from octavo.data.tokenizers import Tokenizer
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Dtypes of token ids by their codes; 6 and 7 are floats, which no ids are."""
 SUFFIXES = (".bin", ".idx", ".json")
 CHUNK = 1 << 20
+"""Bytes that are read at once."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -164,9 +149,9 @@ class IndexedShard:
     def open(cls, prefix: str | Path) -> IndexedShard:
         """The shard `prefix`. Raises `ValueError`, naming the file, if one is missing, damaged, truncated or of another format."""
         index, tokens, sidecar = (_file(prefix, suffix) for suffix in (".idx", ".bin", ".json"))
-        code, sequences, entries = _read_header(index)
+        code, sequences, entries = read_header(index)
         dtype = np.dtype(DTYPES[code])
-        count = _check_tables(index, sequences, entries, dtype.itemsize)
+        count = check_tables(index, sequences, entries, dtype.itemsize)
         try:
             size = tokens.stat().st_size
         except OSError as error:
@@ -187,7 +172,7 @@ class IndexedShard:
     @cached_property
     def tokens(self) -> npt.NDArray[np.integer]:
         """The ids [count], memory-mapped and read-only."""
-        return _map(self.path, self.dtype, 0, self.count)
+        return map_array(self.path, self.dtype, 0, self.count)
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:
@@ -240,11 +225,11 @@ class IndexedShard:
 
     @cached_property
     def _pointers(self) -> npt.NDArray[np.int64]:
-        return _map(self._index, np.dtype("<i8"), HEADER.size + 4 * self.sequences, self.sequences)
+        return map_array(self._index, np.dtype("<i8"), HEADER.size + 4 * self.sequences, self.sequences)
 
     @cached_property
     def _first_sequences(self) -> npt.NDArray[np.int64]:
-        return _map(self._index, np.dtype("<i8"), HEADER.size + 12 * self.sequences, self.documents + 1)
+        return map_array(self._index, np.dtype("<i8"), HEADER.size + 12 * self.sequences, self.documents + 1)
 
 
 def _file(prefix: str | Path, suffix: str) -> Path:
@@ -255,77 +240,6 @@ def _sync_and_close(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
-    if count == 0:  # the operating system maps no empty file
-        return np.empty(0, dtype)
-    # A plain view: slices of a memmap cost ten times as much to make.
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
-
-
-def _read_header(index: Path) -> tuple[int, int, int]:
-    """Dtype code, sequences and entries of the last table; the file has the size that they ask for."""
-    try:
-        size = index.stat().st_size
-        with index.open("rb") as file:
-            header = file.read(HEADER.size)
-    except OSError as error:
-        raise ValueError(
-            f"{index} cannot be read ({error.strerror}): a shard is named by its prefix, without .idx or .bin"
-        ) from None
-    if not header.startswith(MAGIC):
-        raise ValueError(
-            f"{index} is no index of token shards: it does not begin with {MAGIC!r} (Megatron's MMIDIDX format)"
-        )
-    if len(header) < HEADER.size:
-        raise ValueError(f"{index} is truncated: it has {size} bytes and its header {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(header)
-    if version != 1 or code not in DTYPES:
-        raise ValueError(
-            f"{index} has version {version} and dtype code {code}: known are version 1 and codes {list(DTYPES)}"
-        )
-    expected = HEADER.size + 12 * sequences + 8 * entries
-    if size != expected or entries == 0:
-        raise ValueError(
-            f"{index} is damaged: it has {size:,} bytes instead of the {expected:,} of {sequences:,} sequences and {entries:,} - 1 "
-            "documents"
-        )
-    return code, sequences, entries
-
-
-def _check_tables(index: Path, sequences: int, entries: int, itemsize: int) -> int:
-    """Tokens of the shard. Raises `ValueError` unless sequences lie back to back and documents are made of all of them."""
-    lengths = _map(index, np.dtype("<i4"), HEADER.size, sequences)
-    pointers = _map(index, np.dtype("<i8"), HEADER.size + 4 * sequences, sequences)
-    firsts = _map(index, np.dtype("<i8"), HEADER.size + 12 * sequences, entries)
-    count = 0
-    for rows in _chunks(sequences):
-        ends = count + np.cumsum(lengths[rows], dtype=np.int64)
-        wrong = (lengths[rows] < 0) | (pointers[rows] != (ends - lengths[rows]) * itemsize)
-        if wrong.any():
-            row = rows.start + int(wrong.argmax())
-            raise ValueError(
-                f"{index} is damaged: sequence {row:,} has {lengths[row]:,} tokens at byte {pointers[row]:,}, not where the one "
-                "before it ends"
-            )
-        count = int(ends[-1])
-    last = 0
-    for rows in _chunks(entries):
-        steps = np.diff(firsts[rows], prepend=last)
-        if (rows.start == 0 and firsts[0] != 0) or (steps < 0).any():
-            raise ValueError(
-                f"{index} is damaged: the first sequences of its documents do not begin with 0 or are not in order"
-            )
-        last = int(firsts[rows][-1])
-    if last != sequences:
-        raise ValueError(f"{index} is damaged: its last document ends with sequence {last:,} of {sequences:,}")
-    return count
-
-
-def _chunks(rows: int) -> Iterator[slice]:
-    for start in range(0, rows, CHUNK):
-        yield slice(start, min(rows, start + CHUNK))
 
 
 def _read_notes(sidecar: Path) -> dict[str, Any]:
