@@ -33,19 +33,23 @@ def decoder_config(
     family_of(config, where)
     kind = config["model_type"]
     read = _gpt2 if kind == "gpt2" else _gpt_dialect if kind == "starcoder2" else _llama_dialect
-    active = [name for name in _DROPOUTS if config.get(name)]
-    if active:
-        warnings.warn(
-            f"{where} asks for dropout ({', '.join(active)}), which the decoder does not have: it trains without; model.as=transformers "
-            "applies it",
-            stacklevel=2,
-        )
     try:
         return TransformerConfig(**read(config, where), dtype=dtype, **others)
     except KeyError as error:
         raise ValueError(f"{where}/config.json has no {error}, which a {kind} model needs") from None
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{where}/config.json has a value of the wrong kind: {error}") from None
+
+
+def warn_of_dropout(config: Mapping[str, Any], where: object) -> None:
+    """Warns if the config asks for dropout, which the decoder does not have."""
+    active = [name for name in _DROPOUTS if config.get(name)]
+    if active:
+        warnings.warn(
+            f"{where} asks for dropout ({', '.join(active)}), which the decoder does not have: it trains without it; "
+            "model.as=transformers applies it",
+            stacklevel=3,
+        )
 
 
 def _llama_dialect(config: Mapping[str, Any], where: object) -> dict[str, Any]:

@@ -7,6 +7,8 @@ knows. Both check names and shapes of all tensors first, and refuse a matrix of 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from octavo.hf.causal_lm import CausalLM
 from octavo.hf.checkpoint import SCALE, Checkpoint, _more
-from octavo.hf.config import OTHER_WAY, decoder_config
+from octavo.hf.config import OTHER_WAY, decoder_config, warn_of_dropout
 from octavo.hf.families import Family, family_of, pieces
 from octavo.models import Transformer, TransformerConfig
 from octavo.recipe import Recipe
@@ -41,7 +43,6 @@ def load_decoder(
     decoder cannot express, or the tensor that is missing, unexpected, of another shape, all zeros or not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    check_quantization(checkpoint)
     if config is None:
         config = decoder_config(checkpoint.config, checkpoint.path, dtype)
     fill = DecoderValues(checkpoint, config)
@@ -52,8 +53,11 @@ class DecoderValues:
     """`values(name, parameter)` writes the checkpoint's values into a parameter of the decoder; all is checked at the start."""
 
     def __init__(self, checkpoint: Checkpoint, config: TransformerConfig) -> None:
+        check_quantization(checkpoint)
+        warn_of_dropout(checkpoint.config, checkpoint.path)
         self._checkpoint, self._config = checkpoint, config
         self._family = family_of(checkpoint.config, checkpoint.path)
+        self._block = ""
         self._body = _body(self._family, checkpoint.tensors)
         with torch.device("meta"):
             parameters = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
@@ -106,6 +110,9 @@ class DecoderValues:
 
     def __call__(self, name: str, parameter: Tensor) -> None:
         """Writes the real values of all pieces, and zeros in the padding."""
+        if name.startswith("blocks.") and name.split(".")[1] != self._block:
+            self._block = name.split(".")[1]
+            _return_freed_memory()
         stop = 0
         for piece in pieces(self._family, self._config, name, self._body):
             target = parameter[piece.start : piece.stop]
@@ -122,6 +129,17 @@ class DecoderValues:
     def _check_finite(self, name: str, values: Tensor) -> None:
         if not values.isfinite().all():
             raise ValueError(not_finite(name, self._checkpoint.path))
+
+
+def _return_freed_memory() -> None:
+    """Gives freed pages back to the system, where the C library can.
+
+    The FP32 parameters of a block give place to masters of half their size, and the holes between those would stay resident.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def zeros(name: str, path: Path) -> str:
