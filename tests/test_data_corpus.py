@@ -46,8 +46,14 @@ def edit(folder, change):
     path.write_text(json.dumps(manifest))
 
 
+def test_a_folder_without_a_manifest_is_text_or_not_finished(folder, tmp_path):
+    (tmp_path / "text").mkdir()
+    assert not PreparedCorpus.is_one(tmp_path / "text") and not PreparedCorpus.is_one("demo")
+    with pytest.raises(ValueError, match="corpus holds token shards and no corpus.json, which comes last"):
+        PreparedCorpus.is_one(folder)
+
+
 def test_what_is_written_is_opened(folder):
-    assert not PreparedCorpus.is_one(folder)
     corpus = write_manifest(folder, BYTE, entries())
     assert PreparedCorpus.is_one(folder) and PreparedCorpus.open(folder) == corpus
     assert (corpus.tokenizer, corpus.vocab_size, corpus.eot) == ("byte", 257, 256)
@@ -95,7 +101,7 @@ def test_weights_must_be_positive_numbers(folder, value):
     changed[1] = ("code", value, *changed[1][2:])
     with pytest.raises(ValueError, match=r"corpus\.json: weight of source code is .*: it must be a positive number"):
         write_manifest(folder, BYTE, changed)
-    assert not PreparedCorpus.is_one(folder)
+    assert not (folder / "corpus.json").exists()
     write_manifest(folder, BYTE, entries())
     edit(folder, lambda manifest: manifest["sources"][1].update(weight=value))
     with pytest.raises(ValueError, match="weight of source code"):

@@ -124,6 +124,25 @@ def test_compiled_blocks_give_the_same(kind, seed):
     torch.testing.assert_close(model(tokens, targets), joined)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [None, "O2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_stay_apart_on_a_gpu(kind, recipe, seed):
+    """Also the gradients: the kernels that take a mask and those of plain sequences agree in BF16."""
+    config = small(kind, dtype=torch.bfloat16, n_layers=1)
+    model = build(config, seed, recipe).cuda()
+    tokens, documents, parts = packed(config)
+    tokens, documents = tokens.cuda(), documents.cuda()
+    together = model(tokens, documents=documents)
+    alone = torch.cat([model(tokens[row : row + 1, begin:end])[0] for row, begin, end in parts]).view_as(together)
+    assert (together - alone).norm() < 0.05 * alone.norm()
+    weights = torch.randn_like(together)
+    gradients = [
+        torch.autograd.grad((logits * weights).sum(), model.embedding.weight)[0].float() for logits in (together, alone)
+    ]
+    assert (gradients[0] - gradients[1]).norm() < 0.1 * gradients[1].norm()
+
+
 def test_places_and_mask(seed):
     documents = torch.tensor([[4, 4, 7, 4, 4, 4], [0, 0, 0, 0, 0, 0]])
     places, mask = document_places(documents)

@@ -7,6 +7,7 @@ import random
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,6 +83,22 @@ def test_tokenizers_that_contradict_are_refused_and_equal_ones_are_not(tmp_path:
             make_data(mixed_config(tmp_path, f"data.tokenizer={wanted}"))
     (tmp_path / "same.json").write_text(json.dumps(json.loads((folder / "tokenizer.json").read_text())))
     assert make_data(mixed_config(tmp_path, f"data.tokenizer={tmp_path}/same.json")).vocab_size == 300
+
+
+def test_the_tokenizer_of_a_checkpoint_must_be_that_of_the_corpus(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    write_corpus(folder, train_bpe([" ".join(WORDS)] * 20, 300, folder / "tokenizer.json"))
+    for text, fits in ((" ".join(WORDS), True), ("of the same size, and other merges", False)):
+        path = tmp_path / "checkpoint" / "tokenizer.json"
+        size = train_bpe([text] * 20, 300, path).vocab_size
+        source = SimpleNamespace(path=path.parent, tokenizer=path, config={"vocab_size": max(size, 300)})
+        if fits:
+            assert make_data(mixed_config(tmp_path), source=source).vocab_size == 300
+        else:
+            with pytest.raises(
+                ValueError, match=r"was prepared with tokenizer .* and model.from asks for .*checkpoint"
+            ):
+                make_data(mixed_config(tmp_path), source=source)
 
 
 def test_settings_that_do_nothing_are_named_once(tmp_path: Path) -> None:

@@ -57,8 +57,14 @@ class PreparedCorpus:
 
     @staticmethod
     def is_one(folder: str | Path) -> bool:
-        """Whether `folder` holds a prepared corpus rather than text."""
-        return (Path(folder).expanduser() / MANIFEST).is_file()
+        """Whether `folder` holds a prepared corpus rather than text. Raises `ValueError` if it holds one that is not finished."""
+        folder = Path(folder).expanduser()
+        finished = (folder / MANIFEST).is_file()
+        if not finished and next(folder.glob("shards/*/*.idx"), None) is not None:
+            raise ValueError(
+                f"{folder} holds token shards and no {MANIFEST}, which comes last: finish the preparation of the corpus"
+            )
+        return finished
 
     @classmethod
     def open(cls, folder: str | Path) -> PreparedCorpus:
