@@ -45,6 +45,8 @@ def _train(arguments: argparse.Namespace) -> int:
         result = trainer.run()
     except (NumericsError, OSError, torch.OutOfMemoryError) as error:
         return _fail(1, error)
+    if not trainer.place.is_first:
+        return 0
     if result.val_loss is not None:
         print(f"training loss {result.train_loss:.4f} (last tenth), validation loss {result.val_loss:.4f}")
     print(f"checkpoint {result.checkpoint}, metrics {trainer.folder}/metrics.jsonl")

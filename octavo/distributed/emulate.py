@@ -115,8 +115,10 @@ def _codes(
     underflow = flushed / (layout.numel * world).clamp(min=1)
     gain = torch.ones_like(layout.numel)
     if algorithm == "nccl":
-        parts = sent.view(world, world, -1, ROW)
-        codes = torch.cat([ring_sum(parts[:, last], last) for last in range(world)])
+        # The parts of all ranks go around at once: in row h of `hops` stands what the rank h places after the last one of a part adds.
+        parts, last = sent.view(world, world, -1, ROW), torch.arange(world, device=device)
+        hops = parts[(last[:, None] + last) % world, last]
+        codes = ring_sum(hops, 0).view(-1, ROW)
     else:
         codes = sent
         for size in (node_size, world // node_size):

@@ -28,6 +28,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from octavo.distributed.collectives import CollectiveError
+from octavo.distributed.launch import Place
 from octavo.linear import FP8Linear, drop_weight_cache
 from octavo.linear.module import SCALINGS
 from octavo.scaling import DelayedScaling
@@ -79,22 +81,32 @@ def _scalings(model: nn.Module) -> dict[str, DelayedScaling]:
     return {name: scaling for name, scaling in found.items() if scaling is not None}
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    keep: int,
+    place: Place | None = None,
+) -> Path:
     """Write the checkpoint of `step` under `folder`, keep the newest `keep`, and return its path.
 
-    Raises `CheckpointError`, in one sentence, when the disk is full or cannot be written; nothing else has changed then.
+    With several ranks all call it: they share the writing of what they hold alike, and each adds what only it has.
+    Raises `CheckpointError`, in one sentence and on all ranks, when the disk is full or cannot be written; nothing else has changed then.
     """
+    place = place or Place()
     final = folder / name_of(step)
     temporary = folder / (TEMPORARY + final.name)
     need = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    try:
+
+    def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if free < need:
             raise OSError("No space left on device")
         shutil.rmtree(temporary, ignore_errors=True)
-        with _quiet_single_process():
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
+
+    def publish() -> None:
         with open(temporary / META, "w") as file:
             json.dump({**meta, "checksums": _checksums(temporary)}, file, indent=1)
             file.flush()
@@ -104,14 +116,25 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[s
             _remove(final)
         os.rename(temporary, final)
         _sync_folder(folder)
+
+    try:
+        place.on_first(prepare)
+        with _quiet_single_process():
+            writer = dcp.FileSystemWriter(temporary, sync_files=True)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=place.host_group)
+        place.on_first(publish)
+    except CollectiveError:
+        raise  # no fault of the disk
     except (OSError, dcp.CheckpointException) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if place.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {folder} ({_reason(error)}): it needs {need / 1e6:,.1f} MB "
             f"and {_free(folder) / 1e6:,.1f} MB are free; the last good one is {latest(folder) or 'none'}"
         ) from error
-    for old in checkpoints(folder)[:-keep]:
-        _remove(old)
+    if place.is_first:
+        for old in checkpoints(folder)[:-keep]:
+            _remove(old)
     return final
 
 
@@ -155,7 +178,7 @@ def load(
             )
     try:
         with _quiet_single_process():
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     except dcp.CheckpointException as error:
         raise _damaged(path) from error
     for parameter, field, key in fresh:

@@ -153,6 +153,10 @@ class LoopConfig:
     """Steps between validations; there is one at the end in any case. None: only that one."""
     eval_batches: int = 20
     """Micro-batches of held-out text of one validation; always the same ones."""
+    timeout: float = 600.0
+    """Seconds after which a rank that does not answer ends the run, when there are several."""
+    check_every: int | None = 500
+    """Steps between checks that all ranks hold the same weights; none never checks."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "train.steps", self.steps, "at least 1")
@@ -161,6 +165,13 @@ class LoopConfig:
             self.eval_every is None or self.eval_every >= 1, "train.eval_every", self.eval_every, "at least 1, or none"
         )
         _require(self.eval_batches >= 1, "train.eval_batches", self.eval_batches, "at least 1")
+        _require(self.timeout > 0, "train.timeout", self.timeout, "a positive number of seconds")
+        _require(
+            self.check_every is None or self.check_every >= 1,
+            "train.check_every",
+            self.check_every,
+            "at least 1, or none",
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ norm and the optimizer's skip counter as one small tensor, and a log step reads 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,18 @@ class StepNumbers:
 
 
 class StepLedger:
-    """Collects steps with `add`, gives them out with `read`, and counts the skipped ones."""
+    """Collects steps with `add`, gives them out with `read`, and counts the skipped ones.
 
-    def __init__(self, skipped: int = 0, in_a_row: int = 0) -> None:
+    `mean` takes the mean of numbers over the ranks of a run; losses are those of all ranks, all else is the same on each.
+    """
+
+    def __init__(
+        self, skipped: int = 0, in_a_row: int = 0, mean: Callable[[Tensor], Tensor] = lambda numbers: numbers
+    ) -> None:
         self.skipped, self.in_a_row = skipped, in_a_row
         """As in `StepNumbers`, of the last step read."""
         self._counter = 0.0
+        self._mean = mean
         self._pending: list[tuple[int, float, Tensor]] = []
 
     def add(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor, skip_counter: Tensor) -> None:
@@ -46,7 +53,9 @@ class StepLedger:
         """The steps since the last call, in order. This waits for the device."""
         if not self._pending:
             return []
-        rows = torch.stack([numbers for _, _, numbers in self._pending]).tolist()
+        table = torch.stack([numbers for _, _, numbers in self._pending]).cpu()
+        table[:, 0] = self._mean(table[:, 0])
+        rows = table.tolist()
         steps = []
         for (step, lr, _), (loss, grad_norm, counter) in zip(self._pending, rows, strict=True):
             skipped, self._counter = counter > self._counter, counter

@@ -2,7 +2,7 @@
 
 Every step has `step`, `tokens`, `loss`, `grad_norm`, `lr` and `skipped`, exact and bitwise repeatable. A log step adds what
 depends on the machine: `tokens_per_s`; `tflops`, the model's arithmetic in TFLOP/s (6 FLOPs a weight and token plus attention,
-recomputation not counted); `mfu_bf16` and `mfu_fp8`, that over the GPU's dense peak in either format, with the peak named in
+recomputation not counted, of one GPU); `mfu_bf16` and `mfu_fp8`, that over the GPU's dense peak in either format, with the peak named in
 `run.json`; `memory`, bytes by kind. An FP8 run quoted against the BF16 peak looks better than it is, so both are recorded.
 """
 
@@ -124,6 +124,35 @@ class MetricsLog:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+class Silent:
+    """Takes the place of the metrics file and of the progress display on every rank but the first."""
+
+    path = Path(os.devnull)
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    write = flush = close = step = report = note = _nothing
+
+
+def group_reduction(report: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """How gradients were reduced over ranks, by layer group: the smallest µ, the largest share of sums that reached the largest
+    code in the last step, and the most steps in a row with µ at its floor (from `AutoScale.report`)."""
+    groups: dict[str, dict[str, float]] = {}
+    for fqn, entry in report.items():
+        found = groups.setdefault(layer_group(fqn), dict(entry))
+        found["mu"] = min(found["mu"], entry["mu"])
+        for name in ("saturated", "floor_steps"):
+            found[name] = max(found[name], entry[name])
+    return groups
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -39,11 +39,22 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def report(self, step: int, loss: float, tokens_per_s: float, memory: int, skipped: int, mfu: float | None) -> None:
-        """Show the numbers of a log step: loss in nats, memory in bytes, MFU a share of the BF16 peak."""
+    def report(
+        self,
+        step: int,
+        loss: float,
+        tokens_per_s: float,
+        memory: int,
+        skipped: int,
+        mfu: float | None,
+        sent: float = 0.0,
+    ) -> None:
+        """Show the numbers of a log step: loss in nats, memory in bytes, MFU a share of the BF16 peak, bytes sent a step."""
         text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {memory / 2**30:.2f} GiB"
         if mfu is not None:
             text += f"  MFU {mfu:.1%} of BF16"
+        if sent:
+            text += f"  {sent / 1e6:,.1f} MB sent a step"
         if skipped:
             text += f"  {skipped} skipped"
         if self._bar is not None:

@@ -114,19 +114,22 @@ def build_release(config: TrainConfig, model: nn.Module, optimizer: AdamW) -> Gr
     return release_gradients(model, optimizer, config.optim.clip, rule)
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """States of PyTorch's generators, by name."""
-    states = {"random/cpu": torch.get_rng_state()}
+def random_states(device: torch.device, rank: int = 0) -> dict[str, Tensor]:
+    """States of PyTorch's generators, by name; each rank has its own."""
+    owner = f"random/{rank}/" if rank else "random/"
+    states = {f"{owner}cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        states["random/cuda"] = torch.cuda.get_rng_state(device)
+        states[f"{owner}cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     """Restore what `random_states` returned."""
-    torch.set_rng_state(states["random/cpu"])
-    if "random/cuda" in states:
-        torch.cuda.set_rng_state(states["random/cuda"], device)
+    for name, state in states.items():
+        if name.endswith("cuda"):
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
 
 
 @contextlib.contextmanager

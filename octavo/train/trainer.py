@@ -7,6 +7,10 @@ once. The optimizer skips a step with a non-finite gradient, and `max_skipped` o
 The loop is the same whether it starts, resumes or is about to stop: SIGTERM and SIGINT let the current step finish, a
 checkpoint is saved and `run` returns. 200 steps, and 100 steps, a new process and 100 more, give the same bits.
 
+Under `torchrun` there is one such loop on each rank, over its own part of the data; gradients are averaged in backward
+(`octavo.DataParallel`), so that all ranks take the same steps. Rank 0 alone writes metrics and prints; checkpoints are written by all,
+and continue on any number of ranks.
+
 Everything that a user can get wrong is checked by the constructor, before anything is written.
 """
 
@@ -26,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.distributed import DataParallel
+from octavo.distributed.launch import join
 from octavo.formats import NumericsError
 from octavo.linear import collect_stats
 from octavo.memory import MemoryReport, memory_report
@@ -37,7 +43,9 @@ from octavo.train.data import Data
 from octavo.train.ledger import StepLedger
 from octavo.train.metrics import (
     MetricsLog,
+    Silent,
     device_memory,
+    group_reduction,
     group_stats,
     peak_of,
     read_metrics,
@@ -90,6 +98,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, *, resume: bool = False, replace: bool = False) -> None:
         self.config = config
+        self.place = join(config.device, config.train.timeout)
         self.folder = run_folder(config.out)
         self.step = 0
         self._checkpoints = self.folder / "checkpoints"
@@ -100,8 +109,11 @@ class Trainer:
                 f"{config.out} already holds a run ({found.name}): pass --resume to continue it, or --set out=… for a new one"
             )
         self.device = choose_device(config.device)
-        self._source = open_source(config, self.folder, resumed=found is not None)
-        self.data = Data(config.data, config.seed, self.device, self._source)
+        with self.place.first_goes_first():
+            self._source = open_source(config, self.folder, resumed=found is not None)
+            self.data = Data(
+                config.data, config.seed, self.device, self._source, rank=self.place.rank, world=self.place.world
+            )
         self.data.check_length(config.train.steps * config.train.micro_batches)
         self._settings = to_dict(config)
         self._settings["data"]["fingerprint"] = self.data.fingerprint
@@ -116,18 +128,33 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = build_model(config, self.data.vocab_size, self.device, self._source, resumed=found is not None)
         self.optimizer = build_optimizer(config, self.model)
+        if config.optim.release != "none" and self.place.world > 1:
+            raise ValueError(
+                f"optim.release={config.optim.release} frees gradients before {self.place.world} ranks could average them: set it to none"
+            )
+        self.parallel = DataParallel(
+            self.model,
+            recipe=config.recipe,
+            node_size=self.place.node_size,
+            check_every=config.train.check_every,
+        )
+        if self.place.rank:
+            torch.manual_seed(config.seed + self.place.rank)  # dropout differs between the ranks
         self._release = build_release(config, self.model, self.optimizer)
         if found is not None:
             self._load(found, meta)
         if config.train.compile:
             self.model.compile_blocks()
-        self._ledger = StepLedger(meta.get("skipped", 0), meta.get("in_a_row", 0))
+        self._tokens = meta.get("tokens", self.step * config.tokens_per_step), self.step
+        self._sent = 0
+        self._ledger = StepLedger(meta.get("skipped", 0), meta.get("in_a_row", 0), self.place.mean)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         self._peak = peak_of(name)
         self._info = {
             "config": self._settings,
             "versions": versions(),
             "device": name,
+            "ranks": self.place.world,
             "peak": self._peak and vars(self._peak),
         }
         self._memory: MemoryReport | None = None
@@ -142,15 +169,15 @@ class Trainer:
         checkpoint cannot be written; one that fails on the way is reported and training goes on.
         """
         config = self.config
-        if self._replace:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.remove_leftovers(self._checkpoints)
-        save_source(self.folder / SOURCE, self._source, self.data.tokenizer)
-        (self.folder / "run.json").write_text(json.dumps(self._info, indent=1) + "\n")
+        self.place.on_first(self._prepare_folder)
+        first = self.place.is_first
         with (
-            contextlib.closing(MetricsLog(self.folder, self.step, config.log.tensorboard)) as self._log,
-            Progress(f"{config.name} {config.recipe.name}", config.train.steps, self.step) as self._progress,
+            contextlib.closing(
+                MetricsLog(self.folder, self.step, config.log.tensorboard) if first else Silent()
+            ) as self._log,
+            (
+                Progress(f"{config.name} {config.recipe.name}", config.train.steps, self.step) if first else Silent()
+            ) as self._progress,
             deterministic(config.train.deterministic),
             stop_on_signal() as stop,
         ):
@@ -159,21 +186,32 @@ class Trainer:
             if self.step == config.train.steps:
                 self._validate()
             self._save()
-            if stop and self.step < config.train.steps:
-                self._progress.note(f"stopped by {stop.signal} after step {self.step}; continue with --resume")
+            stopped_by = stop.signal
+            if self.step < config.train.steps:
+                stopped_by = stopped_by or "a signal to another rank"
+                self._progress.note(f"stopped by {stopped_by} after step {self.step}; continue with --resume")
+        self.place.leave()
         return RunResult(
             step=self.step,
-            stopped_by=stop.signal,
-            train_loss=smoothed_loss(read_metrics(self._log.path)),
+            stopped_by=stopped_by,
+            train_loss=smoothed_loss(read_metrics(self._log.path)) if first else math.nan,
             val_loss=self._val_loss,
             tokens_per_s=statistics.median(self._rates[1:]) if len(self._rates) > 1 else math.nan,
             memory=self._memory,
             checkpoint=checkpoint.latest(self._checkpoints),
         )
 
+    def _prepare_folder(self) -> None:
+        if self._replace:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.remove_leftovers(self._checkpoints)
+        save_source(self.folder / SOURCE, self._source, self.data.tokenizer)
+        (self.folder / "run.json").write_text(json.dumps(self._info, indent=1) + "\n")
+
     def _loop(self, stop: StopRequest) -> None:
         config = self.config
-        while self.step < config.train.steps and not stop:
+        while self.step < config.train.steps and not self.place.any_so_far(bool(stop)):
             self._train_step()
             self._progress.step(self.step)
             last = self.step == config.train.steps
@@ -181,7 +219,7 @@ class Trainer:
                 self._report()
             if not last and _due(self.step, config.train.eval_every):
                 self._validate()
-            if not last and not stop and _due(self.step, config.checkpoint.every):
+            if not last and _due(self.step, config.checkpoint.every):
                 try:
                     self._save()
                 except checkpoint.CheckpointError as error:
@@ -197,12 +235,14 @@ class Trainer:
         losses: list[Tensor] = []
         count = config.recipe.converts and _due(self.step, config.log.stats_every)
         with self._counting() if count else contextlib.nullcontext():
-            for _ in range(config.train.micro_batches):
-                loss = self.model(*self.data.next_batch()) / config.train.micro_batches
-                if self._release is None:
-                    loss.backward()
-                else:
-                    norm = self._release.step(loss)
+            for number in range(1, config.train.micro_batches + 1):
+                last = number == config.train.micro_batches
+                with contextlib.nullcontext() if last else self.parallel.no_sync():
+                    loss = self.parallel(*self.data.next_batch()) / config.train.micro_batches
+                    if self._release is None:
+                        loss.backward()
+                    else:
+                        norm = self._release.step(loss)
                 losses.append(loss.detach())
         if self._release is None:
             norm = clip_grad_norm_(self.model.parameters(), math.inf if config.optim.clip is None else config.optim.clip)
@@ -226,7 +266,7 @@ class Trainer:
             self._log.write(
                 {
                     "step": numbers.step,
-                    "tokens": numbers.step * self.config.tokens_per_step,
+                    "tokens": self._tokens_at(numbers.step),
                     "loss": numbers.loss,
                     "grad_norm": numbers.grad_norm,
                     "lr": numbers.lr,
@@ -244,22 +284,39 @@ class Trainer:
         losses = [numbers.loss for numbers in steps if math.isfinite(numbers.loss)]
         return statistics.fmean(losses) if losses else math.nan
 
+    def _tokens_at(self, step: int) -> int:
+        """Tokens that all ranks together have trained on; before a resume there may have been another number of them."""
+        tokens, start = self._tokens
+        return tokens + (step - start) * self.config.tokens_per_step * self.place.world
+
     def _report(self) -> None:
         """A log step: what depends on the machine, to the metrics and to the user."""
         loss = self._read()
         seconds, steps = time.perf_counter() - self._clock, self.step - self._clock_step
         rates = throughput(steps * self.config.tokens_per_step, seconds, self.model.flops_per_token(self.config.data.seq_len), self._peak)
+        rates["tokens_per_s"] *= self.place.world
         self._rates.append(rates["tokens_per_s"])
         record: dict[str, Any] = {"step": self.step, **rates, "device_memory": device_memory(self.device)}
         if self._memory is not None:
             record["memory"] = {kind: size for kind, size in self._memory.by_kind.items() if size}
         if self._stats is not None:
             record["casts"], self._stats = group_stats(self._stats), None
+        sent = sum(self.parallel.wire.values())
+        if self.place.world > 1:
+            record["wire"] = dict(self.parallel.wire)
+            record["reduction"] = group_reduction(self.parallel.autoscale.report())
         self._log.write(record)
         self._log.flush()
         self._progress.report(
-            self.step, loss, rates["tokens_per_s"], record["device_memory"], self._ledger.skipped, rates.get("mfu_bf16")
+            self.step,
+            loss,
+            rates["tokens_per_s"],
+            record["device_memory"],
+            self._ledger.skipped,
+            rates.get("mfu_bf16"),
+            (sent - self._sent) / steps,
         )
+        self._sent = sent
         self._clock, self._clock_step = time.perf_counter(), self.step
 
     @torch.no_grad()
@@ -275,7 +332,7 @@ class Trainer:
 
     def _save(self) -> None:
         newest = checkpoint.latest(self._checkpoints)
-        if newest is not None and newest.name == checkpoint.name_of(self.step):
+        if self.place.share(newest is not None and newest.name == checkpoint.name_of(self.step)):
             return
         with self._off_the_clock():
             meta = {
@@ -285,14 +342,23 @@ class Trainer:
                 "stream": self.data.state_dict(),
                 "skipped": self._ledger.skipped,
                 "in_a_row": self._ledger.in_a_row,
+                "tokens": self._tokens_at(self.step),
             }
-            tensors = {**checkpoint.plain_tensors(self.model, self.optimizer), **random_states(self.device)}
-            checkpoint.save(self._checkpoints, self.step, tensors, meta, self.config.checkpoint.keep)
+            tensors = {**checkpoint.plain_tensors(self.model, self.optimizer), **self._extra_tensors()}
+            checkpoint.save(self._checkpoints, self.step, tensors, meta, self.config.checkpoint.keep, self.place)
+
+    def _extra_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint may lack: random states of this rank, µ of gradients."""
+        mu = {f"reduction/{name}": value.clone() for name, value in self.parallel.scaling_state_dict().items()}
+        return {**random_states(self.device, self.place.rank), **mu}
 
     def _load(self, path: Path, meta: dict[str, Any]) -> None:
-        states = random_states(self.device)
-        checkpoint.load(path, self.model, self.optimizer, states)
-        set_random_states(states, self.device)
+        extra = self._extra_tensors()
+        checkpoint.load(path, self.model, self.optimizer, extra)
+        set_random_states({name: state for name, state in extra.items() if name.startswith("random/")}, self.device)
+        self.parallel.load_scaling_state_dict(
+            {name.removeprefix("reduction/"): value for name, value in extra.items() if name.startswith("reduction/")}
+        )
         self.data.load_state_dict(meta["stream"])
         self.step = meta["step"]
 
