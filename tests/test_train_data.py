@@ -18,6 +18,7 @@ from octavo.data import IndexedWriter, load_tokenizer, train_bpe
 from octavo.data.corpus import write_manifest
 from octavo.data.tokens import is_held_out
 from octavo.train.data import Data
+from octavo.train.metrics import read_metrics
 from octavo.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -215,6 +216,8 @@ def test_a_mixture_resumes_bit_for_bit(tmp_path: Path, documents: str) -> None:
     shutil.copytree(whole.folder / "checkpoints" / "step-00000009", half / "checkpoints" / "step-00000009")
     Trainer(mixed_config(tmp_path, *settings, f"out={half}"), resume=True).run()
     assert_same_checkpoint(whole.folder / "checkpoints" / "step-00000024", half / "checkpoints" / "step-00000024")
+    epochs = [record["epochs"] for record in read_metrics(whole.folder / "metrics.jsonl") if "epochs" in record]
+    assert set(epochs[0]) == set(SOURCES) and epochs[-1]["books"] == 1.0 and epochs[-1]["web"] > epochs[0]["web"]
     assert exact_records(half) == [record for record in exact_records(whole.folder) if record["step"] > 9]
 
 

@@ -69,6 +69,11 @@ class Data:
         """Raises `ValueError` if the corpus, within its `max_epochs`, has fewer micro-batches for each rank."""
         self._train.check_length(micro_batches * self._train.batch_size * self._train.world)
 
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes over the training text of each source so far, by all ranks together."""
+        return self._train.epochs
+
     def next_batch(self) -> Batch:
         """The next micro-batch of training text, on the device."""
         return self._send(next(self._train))

@@ -146,7 +146,7 @@ class Trainer:
         if config.train.compile:
             self.model.compile_blocks()
         self._tokens = meta.get("tokens", self.step * config.tokens_per_step), self.step
-        self._sent = 0
+        self._sent = sum(self.parallel.wire.values())
         self._ledger = StepLedger(meta.get("skipped", 0), meta.get("in_a_row", 0), self.place.mean)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         self._peak = peak_of(name)
@@ -297,6 +297,7 @@ class Trainer:
         rates["tokens_per_s"] *= self.place.world
         self._rates.append(rates["tokens_per_s"])
         record: dict[str, Any] = {"step": self.step, **rates, "device_memory": device_memory(self.device)}
+        record["epochs"] = self.data.epochs
         if self._memory is not None:
             record["memory"] = {kind: size for kind, size in self._memory.by_kind.items() if size}
         if self._stats is not None:
