@@ -32,7 +32,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SIZES),
@@ -82,7 +90,9 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 
     tensors: dict[str, Any] = {**load_file(folder / "model.safetensors")}
     tensors |= {name.replace("__", "."): value for name, value in changes.items()}
-    save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

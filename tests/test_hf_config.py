@@ -100,7 +100,8 @@ def test_dropout_is_left_out_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("yarn", 2.0), ("linear", 0.5), ("linear", float("nan")), ("llama3", 2.0, 4.0, 4.0), ("llama3", 2.0, 0.0)]
+    "arguments",
+    [("yarn", 2.0), ("linear", 0.5), ("linear", float("nan")), ("llama3", 2.0, 4.0, 4.0), ("llama3", 2.0, 0.0)],
 )
 def test_impossible_stretching_is_refused(arguments: tuple) -> None:
     with pytest.raises(ValueError, match="rotary scaling"):

@@ -98,7 +98,11 @@ def _nan(shape: tuple[int, ...]) -> torch.Tensor:
     return value
 
 
-NORM, DOWN, Q = "model__norm__weight", "model__layers__1__mlp__down_proj__weight", "model__layers__0__self_attn__q_proj__weight"
+NORM, DOWN, Q = (
+    "model__norm__weight",
+    "model__layers__1__mlp__down_proj__weight",
+    "model__layers__0__self_attn__q_proj__weight",
+)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,12 @@ def _write_llama(folder: Path, layers: int, vocab: int, dtype: torch.dtype) -> i
 
     folder.mkdir()
     config = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": layers}
-    config |= {"num_attention_heads": 8, "vocab_size": vocab, "max_position_embeddings": 128, "tie_word_embeddings": True}
+    config |= {
+        "num_attention_heads": 8,
+        "vocab_size": vocab,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, 512), "model.norm.weight": (512,)}
     for i in range(layers):
@@ -198,7 +207,9 @@ def _write_llama(folder: Path, layers: int, vocab: int, dtype: torch.dtype) -> i
     names, half = list(shapes), len(shapes) // 2
     files = {f"model-0000{i + 1}-of-00002.safetensors": part for i, part in enumerate((names[:half], names[half:]))}
     for file, part in files.items():
-        save_file({name: torch.ones(shapes[name], dtype=dtype) for name in part}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: torch.ones(shapes[name], dtype=dtype) for name in part}, folder / file, metadata={"format": "pt"}
+        )
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return sum((folder / file).stat().st_size for file in files)
@@ -206,7 +217,9 @@ def _write_llama(folder: Path, layers: int, vocab: int, dtype: torch.dtype) -> i
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory where Linux shows it")
 @pytest.mark.parametrize(("dtype", "recipe"), [(torch.float32, ""), (torch.bfloat16, "O2")])
-def test_loading_takes_the_memory_of_the_checkpoint_and_a_tenth(dtype: torch.dtype, recipe: str, tmp_path: Path) -> None:
+def test_loading_takes_the_memory_of_the_checkpoint_and_a_tenth(
+    dtype: torch.dtype, recipe: str, tmp_path: Path
+) -> None:
     """Peak resident memory, mapped files counted, over that of the interpreter; in BF16 with O2, whose masters have 2 bytes too."""
     _write_llama(tmp_path / "small", 1, 128, dtype)
     size = _write_llama(tmp_path / "large", 18 if dtype is torch.float32 else 36, 2048, dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -192,25 +193,30 @@ def load_transformers(
             del config.quantization_config
         return CausalLM(library.AutoModelForCausalLM.from_config(config, dtype=torch.float32), dtype)
     check_quantization(checkpoint)
-    kinds = checkpoint.tensors  # which says what is wrong with the files better than the library does
+    _ = checkpoint.tensors  # which says what is wrong with the files better than the library does
     options: dict[str, Any] = {}
     if "quantization_config" in checkpoint.config:
         options["quantization_config"] = library.CompressedTensorsConfig(dequantize=True)
     try:
-        model, report = library.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="You passed `quantization_config`"
+            )  # with which it says to de-quantise
+            model, report = library.AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
     except (RuntimeError, ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be loaded by transformers: {_first_line(error)}") from None
-    for what, word in (
-        ("missing_keys", "lacks"),
-        ("mismatched_keys", "has another shape of"),
-        ("unexpected_keys", "has no place for"),
-    ):
+    for what, word in _PROBLEMS.items():
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in report[what])
         if names:
             raise ValueError(
-                f"{path} {word} the tensor {names[0]}{_more(names)}; its config.json asks for others ({len(kinds)} found)"
+                f"{path} {word} the tensor {names[0]}{_more(names)}: take config.json and weights of one checkpoint"
             )
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and not parameter.any():
@@ -218,6 +224,13 @@ def load_transformers(
         if not parameter.isfinite().all():
             raise ValueError(not_finite(name, checkpoint.path))
     return CausalLM(model, dtype)
+
+
+_PROBLEMS = {
+    "missing_keys": "lacks",
+    "mismatched_keys": "has another shape of",
+    "unexpected_keys": "has no place for",
+}
 
 
 def _library() -> Any:

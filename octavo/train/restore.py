@@ -39,7 +39,9 @@ class SavedRun:
         path = Path(path).expanduser()
         found = path if (path / checkpoint.META).is_file() else checkpoint.latest(path / "checkpoints")
         if found is None:
-            raise ValueError(f"{path} holds no checkpoint: give the folder of a run of octavo train, or of one of its checkpoints")
+            raise ValueError(
+                f"{path} holds no checkpoint: give the folder of a run of octavo train, or of one of its checkpoints"
+            )
         values = checkpoint.read_meta(found)["config"]
         data = {key: value for key, value in values["data"].items() if key != "fingerprint"}
         config = from_dict(TrainConfig, {**values, "data": data})
@@ -47,7 +49,9 @@ class SavedRun:
         source = None
         if config.model.from_ is not None:
             if not (folder / "config.json").is_file():
-                raise ValueError(f"{found} began from {config.model.from_}: it needs {folder}, which the run wrote; copy it too")
+                raise ValueError(
+                    f"{found} began from {config.model.from_}: it needs {folder}, which the run wrote; copy it too"
+                )
             source = Checkpoint.open(folder)
         tokenizer = folder / "tokenizer.json"
         return cls(

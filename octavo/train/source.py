@@ -109,8 +109,6 @@ def build_transformers(config: TrainConfig, device: torch.device, source: Checkp
             f"model.{given[0]} is {getattr(config.model, given[0])}, and with model.as=transformers {source.path} decides it: "
             "leave it out"
         )
-    if config.data.documents != "joined":
-        raise ValueError("data.documents=separate needs octavo's own decoder: set model.as=decoder, or data.documents=joined")
     model = load_transformers(source, dtype=DTYPES[config.model.dtype], weights=weights)
     longest = model.max_seq_len
     if longest is not None and config.data.seq_len > longest:
