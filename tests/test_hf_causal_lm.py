@@ -25,7 +25,7 @@ def test_products_are_bf16_and_parameters_fp32(seed: int) -> None:
     tokens = torch.randint(VOCAB, (2, 20))
     logits, exact = model(tokens), CausalLM(model.model, torch.float32)(tokens)
     assert logits.dtype == torch.bfloat16 and exact.dtype == torch.float32
-    torch.testing.assert_close(logits.float(), exact, rtol=0.05, atol=0.1)
+    assert 1e-4 < (logits.float() - exact).norm() / exact.norm() < 0.05
     model(tokens, tokens).backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
