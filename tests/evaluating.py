@@ -21,8 +21,11 @@ def sentence(rng: random.Random, words: int) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def save_tokenizer(folder: Path, bos: bool = False, size: int = 400) -> Any:
-    """A trained byte-level BPE of transformers in `folder`; with `bos` it puts <s> before each text, as LLaMA's does."""
+def save_tokenizer(folder: Path, bos: bool = False, extra: int = 0) -> Any:
+    """A trained byte-level BPE of transformers in `folder`; with `bos` it puts <s> before each text, as LLaMA's does.
+
+    `extra` tokens are added to those that it learned.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +34,10 @@ def save_tokenizer(folder: Path, bos: bool = False, size: int = 400) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>"] if bos else ["<|endoftext|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     rng = random.Random(0)
     tokenizer.train_from_iterator([sentence(rng, 12) for _ in range(300)], trainer)
@@ -40,6 +46,7 @@ def save_tokenizer(folder: Path, bos: bool = False, size: int = 400) -> Any:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     names = {"bos_token": "<s>", "eos_token": "</s>"} if bos else {"eos_token": "<|endoftext|>"}
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    wrapped.add_tokens([f"extra{number}" for number in range(extra)])
     wrapped.save_pretrained(folder)
     return wrapped
 
@@ -107,7 +114,12 @@ def task_records(rng: random.Random, count: int) -> dict[str, list[dict[str, Any
         return {name: text(), "choices": choices(number), "answerKey": rng.choice("ABCDE"[:number])}
 
     def winogrande() -> dict[str, Any]:
-        return {"sentence": "The cat and the dog sleeps because _ was old.", "option1": "cat", "option2": "dog", "answer": rng.choice("12")}
+        return {
+            "sentence": "The cat and the dog sleeps because _ was old.",
+            "option1": "cat",
+            "option2": "dog",
+            "answer": rng.choice("12"),
+        }
 
     makers = {
         "hellaswag": lambda: {

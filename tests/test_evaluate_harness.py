@@ -117,10 +117,14 @@ def test_sampling_draws_what_transformers_draws(folder, seed):
 def test_our_decoder_gives_the_same_scores(folder, seed):
     asked = requests("loglikelihood", pairs(random.Random(seed), "", "."))
     expected = hf(folder, 4).loglikelihood(asked, disable_tqdm=True)
-    for found, (logprob, greedy) in zip(ours(folder, 300, through="octavo").loglikelihood(asked), expected, strict=True):
+    for found, (logprob, greedy) in zip(
+        ours(folder, 300, through="octavo").loglikelihood(asked), expected, strict=True
+    ):
         assert found[0] == pytest.approx(logprob, abs=1e-4)
         assert found[1] == greedy
-    generation = requests("generate_until", [(sentence(random.Random(seed), 4), {"until": [" the"], "max_gen_toks": 10})])
+    generation = requests(
+        "generate_until", [(sentence(random.Random(seed), 4), {"until": [" the"], "max_gen_toks": 10})]
+    )
     assert ours(folder, 99, through="octavo").generate_until(generation) == hf(folder, 1).generate_until(generation)
 
 
@@ -145,7 +149,9 @@ def test_all_nine_tasks_score_equally_item_by_item(folder, seed, tmp_path):
         mine, theirs = (run["samples"][name] for run in found)
         assert len(mine) == len(theirs) == 4
         for a, b in zip(mine, theirs, strict=True):
-            assert a["prompt_hash"] == b["prompt_hash"] and a["acc"] == b["acc"] and a.get("acc_norm") == b.get("acc_norm")
+            assert (
+                a["prompt_hash"] == b["prompt_hash"] and a["acc"] == b["acc"] and a.get("acc_norm") == b.get("acc_norm")
+            )
             for x, y in zip(a["filtered_resps"], b["filtered_resps"], strict=True):
                 assert x[0] == pytest.approx(y[0], abs=1e-4) and x[1] == y[1]
 

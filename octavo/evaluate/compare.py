@@ -139,7 +139,16 @@ def _differences(a: Measurement, b: Measurement) -> list[Difference]:
             lost, won = int(((x == 1) & (y == 0)).sum()), int(((x == 0) & (y == 1)).sum())
             rows.append(
                 Difference(
-                    a.name, metric, float(x.mean()), float(y.mean()), difference, stderr, len(x), lost, won, mcnemar(lost, won)
+                    a.name,
+                    metric,
+                    float(x.mean()),
+                    float(y.mean()),
+                    difference,
+                    stderr,
+                    len(x),
+                    lost,
+                    won,
+                    mcnemar(lost, won),
                 )
             )
     return rows

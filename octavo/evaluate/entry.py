@@ -9,38 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
 import json
-import math
 import re
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from octavo.data.corpus import PreparedCorpus
-from octavo.data.sources import fingerprint, read_documents
-from octavo.evaluate.compare import Comparison, compare, paired
+from octavo.data.sources import fingerprint
+from octavo.evaluate.compare import Comparison, compare
+from octavo.evaluate.measure import measure_corpus, measure_tasks, measure_text
 from octavo.evaluate.models import LoadedModel, find_model, load_model
-from octavo.evaluate.perplexity import text_loss, token_loss
 from octavo.evaluate.plots import headline, plot_comparison
-from octavo.evaluate.results import Item, Measurement, Results, finite
+from octavo.evaluate.results import Results
 from octavo.evaluate.tables import comparison_table, scores_table
-from octavo.evaluate.tasks import HUB, LocalTask, ZeroShotTask, choose_tasks, harness_tasks, hub_tasks, read_tasks
+from octavo.evaluate.tasks import HUB, LocalTask, choose_tasks, read_tasks
 from octavo.recipe import get_recipe
 from octavo.settings import to_dict
-from octavo.train.progress import Progress
 from octavo.train.setup import versions
 
 LIBRARIES = ("lm_eval", "transformers", "tokenizers", "datasets")
-Advance = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -74,9 +68,13 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise ValueError("no model is given: name a run of octavo train or a Hugging Face folder, or --compare results")
+            raise ValueError(
+                "no model is given: name a run of octavo train or a Hugging Face folder, or --compare results"
+            )
         if self.tasks is None and self.text is None and self.corpus is None:
-            raise ValueError("nothing to evaluate is given: use --tasks FOLDER (or hub), --text PATH or --corpus FOLDER")
+            raise ValueError(
+                "nothing to evaluate is given: use --tasks FOLDER (or hub), --text PATH or --corpus FOLDER"
+            )
         if self.only is not None and self.tasks is None:
             raise ValueError("--only chooses among the tasks of --tasks, which is not given")
         for name in ("limit", "window", "stride", "batch_tokens"):
@@ -118,11 +116,12 @@ def evaluate(config: EvalConfig) -> list[Results]:
         )
         precision = loaded.recipe.name if loaded.recipe.converts else loaded.description["dtype"]
         label = _label(f"{loaded.description['name']}-{precision}", labels)
-        measurements = [*_tasks(loaded, label, local, hub, config)]
+        limit = config.limit
+        measurements = [*measure_tasks(loaded, label, local, hub, limit=limit, add_bos=config.add_bos)]
         if config.text is not None:
-            measurements.append(_text(loaded, label, config.text, checksum, config))
+            measurements.append(measure_text(loaded, label, config.text, checksum, stride=config.stride, limit=limit))
         if corpus is not None:
-            measurements += _corpus(loaded, label, corpus, config.limit)
+            measurements += measure_corpus(loaded, label, corpus, limit=limit)
         results.append(
             Results(
                 label=label,
@@ -158,133 +157,6 @@ def compare_all(results: Sequence[Results], out: Path) -> list[Comparison]:
             written.append(f"{stem}.png")
         print(f"{comparison_table(comparison)}\n  {', '.join(written)}\n", flush=True)
     return comparisons
-
-
-def _tasks(
-    loaded: LoadedModel, label: str, local: list[LocalTask], hub: list[ZeroShotTask], config: EvalConfig
-) -> Iterator[Measurement]:
-    if not local and not hub:
-        return
-    from lm_eval.evaluator import evaluate as harness_evaluate
-
-    from octavo.evaluate.harness import HarnessLM
-
-    with (
-        tempfile.TemporaryDirectory(prefix="octavo-eval-") as scratch,
-        contextlib.redirect_stderr(_WithoutBars(sys.stderr)),  # type: ignore[type-var]
-        _progress(label) as advance,
-    ):
-        tasks = harness_tasks(local, Path(scratch)) if local else hub_tasks(hub)
-        for task in tasks["tasks"].values():
-            task.set_config(key="num_fewshot", value=0)
-        model = HarnessLM(loaded, config.add_bos, advance)
-        found = harness_evaluate(model, tasks, limit=config.limit, bootstrap_iters=0, log_samples=True)
-    data = {
-        one.task.name: {"path": str(one.path), "checksum": one.sha256, **({"note": one.note} if one.note else {})}
-        for one in local
-    }
-    for name, metrics in found["results"].items():
-        samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
-        items = [_item(sample) for sample in samples]
-        if name not in data:
-            digest = hashlib.sha256("".join(sample["doc_hash"] for sample in samples).encode()).hexdigest()
-            data[name] = {"path": HUB, "checksum": digest}
-        scores: dict[str, float | None] = {
-            key.removesuffix(",none"): finite(value)
-            for key, value in metrics.items()
-            if key.endswith(",none") and "stderr" not in key
-        }
-        for metric in ("acc", "acc_norm"):
-            if metric in scores:
-                scores[f"{metric}_stderr"] = paired([item[metric] for item in items])[1]
-        yield Measurement(name, "task", scores, {**data[name], "items": len(items)}, items)
-
-
-def _item(sample: dict[str, Any]) -> Item:
-    """What to keep of one of the harness's samples."""
-    answers = [tuple(answer) for answer in sample["filtered_resps"]]
-    return {
-        "item": sample["doc_id"],
-        **{metric: float(sample[metric]) for metric in ("acc", "acc_norm") if metric in sample},
-        "logprobs": [float(logprob) for logprob, _ in answers],
-        "greedy": [bool(greedy) for _, greedy in answers],
-        "prompt": sample["prompt_hash"],
-    }
-
-
-def _text(loaded: LoadedModel, label: str, path: str, checksum: str, config: EvalConfig) -> Measurement:
-    with _progress(f"{label} text") as advance:
-        loss = text_loss(loaded, read_documents(path), stride=config.stride, limit=config.limit, advance=advance)
-    counts = {name: getattr(loss, name) for name in ("documents", "tokens", "words", "bytes")}
-    items = [{"item": number, "loss": nats, "tokens": tokens} for number, (nats, tokens) in enumerate(loss.windows)]
-    metrics = {name: finite(value) for name, value in loss.metrics.items()}
-    return Measurement("text", "loss", metrics, {"path": path, "checksum": checksum, **counts, "items": len(items)}, items)
-
-
-class _WithoutBars:
-    """A stream that leaves out bars, which begin their lines anew: the harness draws one for each task and has no switch."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        if "\r" not in text and text != "\n":
-            self._stream.write(text)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _corpus(loaded: LoadedModel, label: str, corpus: PreparedCorpus, limit: int | None) -> Iterator[Measurement]:
-    """The loss on the held-out documents of each source."""
-    tokenizer = corpus.load_tokenizer()
-    if tokenizer.vocabulary() != loaded.codec.vocabulary():
-        raise ValueError(
-            f"{corpus.folder} was prepared with tokenizer {corpus.tokenizer} ({tokenizer.vocab_size:,} tokens), and "
-            f"{loaded.description['path']} has another ({loaded.codec.name}): prepare it with the tokenizer of the model"
-        )
-    for source in corpus.sources:
-        losses: list[tuple[float, int]] = []
-        with _progress(f"{label} {source.name}") as advance:
-            for shard in source.validation:
-                rest = None if limit is None else limit - len(losses)
-                if shard.count > loaded.scorer.window and rest != 0:
-                    losses += token_loss(loaded.scorer, shard.tokens, limit=rest, advance=advance)
-        if not losses:
-            raise ValueError(
-                f"source {source.name} of {corpus.folder} holds out {source.validation_tokens:,} tokens, fewer than the "
-                f"{loaded.scorer.window + 1:,} of one window: use a smaller --window"
-            )
-        tokens = sum(count for _, count in losses)
-        items = [{"item": number, "loss": nats, "tokens": count} for number, (nats, count) in enumerate(losses)]
-        digest = hashlib.sha256("".join(shard.checksum for shard in source.validation).encode()).hexdigest()
-        yield Measurement(
-            f"corpus/{source.name}",
-            "loss",
-            {"loss": math.fsum(nats for nats, _ in losses) / tokens},
-            {"path": str(corpus.folder), "checksum": digest, "tokens": tokens, "items": len(items)},
-            items,
-        )
-
-
-@contextlib.contextmanager
-def _progress(title: str) -> Iterator[Advance]:
-    """A bar on a terminal, a line at each tenth elsewhere; it appears with the first call, which knows the total."""
-    with contextlib.ExitStack() as stack:
-        bar: Progress | None = None
-        shown = 0
-
-        def advance(done: int, total: int) -> None:
-            nonlocal bar, shown
-            if bar is None:
-                bar = stack.enter_context(Progress(title, total))
-            bar.step(done)
-            if not sys.stdout.isatty() and 10 * done // total > shown:
-                shown = 10 * done // total
-                bar.note(f"{done:,} of {total:,} requests")
-
-        yield advance
 
 
 def _settings(loaded: LoadedModel, config: EvalConfig) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def generate(loaded: LoadedModel, contexts: Sequence[Sequence[int]], sampling: S
     if one_length:
         unknown = [name for name, _ in sampling.others if name not in OWN_SETTINGS]
         if unknown:
-            raise ValueError(f"generation with {', '.join(unknown)} is not there: use temperature, {', '.join(OWN_SETTINGS)}")
+            raise ValueError(
+                f"generation with {', '.join(unknown)} is not there: use temperature, {', '.join(OWN_SETTINGS)}"
+            )
     run = _run_octavo if one_length else _run_transformers
     order = sorted(range(len(contexts)), key=lambda number: (-len(contexts[number]), number))
     start = 0

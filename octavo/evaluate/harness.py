@@ -74,7 +74,9 @@ class HarnessLM(TemplateLM):
         """(log-probability of the continuation, whether it is the greedy one) of each request."""
         for request in requests:
             if not request.args[1]:
-                raise ValueError(f"a request of {request.task_name or 'a task'} has an empty continuation: {request.args}")
+                raise ValueError(
+                    f"a request of {request.task_name or 'a task'} has an empty continuation: {request.args}"
+                )
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
@@ -84,7 +86,9 @@ class HarnessLM(TemplateLM):
         parts: list[int] = []
         for text, context, continuation in requests:
             if not continuation:
-                raise ValueError(f"the continuation of {text!r:.200} has no token of its own: the tokenizer joins it to the context")
+                raise ValueError(
+                    f"the continuation of {text!r:.200} has no token of its own: the tokenizer joins it to the context"
+                )
             windows = [(context, continuation)]
             if len(continuation) > self.max_length:
                 windows = list(self._windows(continuation, context[-1]))

@@ -69,7 +69,9 @@ def find_model(path: str | Path) -> Source:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(f"{folder} {what}: a model is a folder, of a run of octavo train or with config.json and safetensors")
+        raise ValueError(
+            f"{folder} {what}: a model is a folder, of a run of octavo train or with config.json and safetensors"
+        )
     name = folder.resolve().name or "model"
     if (folder / checkpoint.META).is_file() or checkpoint.latest(folder / "checkpoints") is not None:
         return Source(SavedRun.open(folder).checkpoint, "octavo", name)
@@ -217,4 +219,3 @@ def sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-

@@ -127,7 +127,9 @@ def token_loss(
     """
     count = (len(tokens) - 1) // scorer.window
     if count < 1:
-        raise ValueError(f"{len(tokens):,} tokens are fewer than the {scorer.window + 1:,} of one window: use a smaller --window")
+        raise ValueError(
+            f"{len(tokens):,} tokens are fewer than the {scorer.window + 1:,} of one window: use a smaller --window"
+        )
     count = count if limit is None else min(count, limit)
     losses: list[tuple[float, int]] = []
     for start in range(0, count, CHUNK):

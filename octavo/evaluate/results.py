@@ -134,9 +134,13 @@ def _read_items(path: Path, checksum: str) -> dict[str, list[Item]]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): it belongs beside the JSON of the results") from None
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): it belongs beside the JSON of the results"
+        ) from None
     if hashlib.sha256(content).hexdigest() != checksum:
-        raise ValueError(f"{path} is not the file that its JSON was written with: evaluate again, or take both from one place")
+        raise ValueError(
+            f"{path} is not the file that its JSON was written with: evaluate again, or take both from one place"
+        )
     items: dict[str, list[Item]] = {}
     for line in content.splitlines():
         item = json.loads(line)

@@ -92,7 +92,9 @@ class Scorer:
             yield rows[start : start + count]
             start += count
 
-    def _score_batch(self, rows: Sequence[tuple[int, ...]], numbers: list[list[int]], pairs: Sequence[Pair]) -> list[Score]:
+    def _score_batch(
+        self, rows: Sequence[tuple[int, ...]], numbers: list[list[int]], pairs: Sequence[Pair]
+    ) -> list[Score]:
         tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)
         places: list[int] = []  # of the logits that are needed, in the flattened [B · T]
         spans: list[tuple[int, int]] = []  # of each request's, in `places`

@@ -38,7 +38,11 @@ def comparison_table(comparison: Comparison) -> str:
     for row in comparison.rows:
         scale, digits = (1.0, 4) if row.metric == "loss" else (100.0, 2)
         span = row.interval
-        cells = [f"{scale * row.first:.{digits}f}", f"{scale * row.second:.{digits}f}", f"{scale * row.difference:+.{digits}f}"]
+        cells = [
+            f"{scale * row.first:.{digits}f}",
+            f"{scale * row.second:.{digits}f}",
+            f"{scale * row.difference:+.{digits}f}",
+        ]
         cells.append("" if span is None else f"{scale * span[0]:+.{digits}f} … {scale * span[1]:+.{digits}f}")
         if row.metric == "loss":
             cells[2] += f" ({row.difference / row.first:+.2%})" if row.first else ""
@@ -58,8 +62,14 @@ def _accuracy(measurement: Measurement, metric: str) -> str:
 def _loss(measurement: Measurement) -> str:
     metrics, tokens = measurement.metrics, measurement.data["tokens"]
     text = f"{measurement.name}: loss {metrics['loss']:.4f} nats a token over {tokens:,} tokens"
-    names = {"token_perplexity": "perplexity {:.3f} a token", "word_perplexity": "{:.3f} a word", "bits_per_byte": "{:.4f} bits a byte"}
-    return ", ".join([text, *(form.format(metrics[key]) for key, form in names.items() if metrics.get(key) is not None)])
+    names = {
+        "token_perplexity": "perplexity {:.3f} a token",
+        "word_perplexity": "{:.3f} a word",
+        "bits_per_byte": "{:.4f} bits a byte",
+    }
+    return ", ".join(
+        [text, *(form.format(metrics[key]) for key, form in names.items() if metrics.get(key) is not None)]
+    )
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

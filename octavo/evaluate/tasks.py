@@ -120,7 +120,9 @@ def _copa(record: Record) -> Record:
 def _winogrande(record: Record) -> Record:
     sentence, answer = _field(record, "sentence"), _field(record, "answer")
     if "_" not in sentence or answer not in ("1", "2"):
-        raise ValueError(f"'sentence' needs a '_' and 'answer' must be '1' or '2', and they are {sentence!r:.60} and {answer!r}")
+        raise ValueError(
+            f"'sentence' needs a '_' and 'answer' must be '1' or '2', and they are {sentence!r:.60} and {answer!r}"
+        )
     return {"sentence": sentence, **{name: _field(record, name) for name in ("option1", "option2")}, "answer": answer}
 
 
@@ -131,7 +133,9 @@ def _multiple_choice(question: str) -> Callable[[Record], Record]:
         labels = _texts(choices.get("label"), "choices.label")
         answer = _field(record, "answerKey").strip()
         if len(labels) != len(texts) or answer not in labels:
-            raise ValueError(f"'answerKey' is {answer!r}, and 'choices' has {len(texts)} texts with the labels {labels}")
+            raise ValueError(
+                f"'answerKey' is {answer!r}, and 'choices' has {len(texts)} texts with the labels {labels}"
+            )
         return {question: _field(record, question), "choices": {"text": texts, "label": labels}, "answerKey": answer}
 
     return check
@@ -198,7 +202,9 @@ def read_tasks(
             records.append(record)
         tasks.append(LocalTask(task, path, records[:limit], sha256(path), WHOLE_CONTEXT if whole else ""))
     if not tasks:
-        raise ValueError(f"{folder} has no file of a task: looked for {', '.join(f'{task.name}.jsonl' for task in chosen)}")
+        raise ValueError(
+            f"{folder} has no file of a task: looked for {', '.join(f'{task.name}.jsonl' for task in chosen)}"
+        )
     return tasks, missing
 
 
@@ -276,4 +282,3 @@ def _quiet() -> None:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-
