@@ -3,7 +3,8 @@
 Every step has `step`, `tokens`, `loss`, `grad_norm`, `lr` and `skipped`, exact and bitwise repeatable. A log step adds what
 depends on the machine: `tokens_per_s`; `tflops`, the model's arithmetic in TFLOP/s (6 FLOPs a weight and token plus attention,
 recomputation not counted, of one GPU); `mfu_bf16` and `mfu_fp8`, that over the GPU's dense peak in either format, with the peak named in
-`run.json`; `memory`, bytes by kind; `epochs`, passes over each source of text. An FP8 run quoted against the BF16 peak looks better than it is, so both are recorded.
+`run.json`; `memory`, bytes by kind; `epochs`, passes over each source of text. An FP8 run quoted against the BF16 peak looks
+better than it is, so both are recorded.
 """
 
 from __future__ import annotations
