@@ -80,6 +80,13 @@ def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     return _pools[world].call(function, arguments)
 
 
+def forget(world: int) -> None:
+    """Ends the processes of that number of ranks; the next `run` starts new ones."""
+    pool = _pools.pop(world, None)
+    if pool is not None:
+        pool.close()
+
+
 @atexit.register
 def _close() -> None:
     for pool in _pools.values():

@@ -709,6 +709,30 @@ def test_H2_hugging_face_compile_and_data_parallel(seed):
     everywhere(2, hugging_face, seed)
 
 
+def in_stock_ddp(seed: int, recipe):
+    """PyTorch's own reducer: it sends real values in the parameter's dtype, and the FP8 gradient is made from their mean."""
+    rank = dist.get_rank()
+    model = nn.parallel.DistributedDataParallel(build(seed + rank, recipe))
+    optimizer = optimizer_of(model, recipe)
+    found = None
+    for step in range(2):
+        with model.no_sync():
+            (loss_of(model, batch(seed + 2 * step, rank)) / 2).backward()
+        (loss_of(model, batch(seed + 2 * step + 1, rank)) / 2).backward()
+        found = gradients(model.module) if found is None else found
+        assert isinstance(model.module[1].weight.grad, ScaledTensor)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model_bits(model), found
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2"])
+def test_stock_ddp_takes_a_converted_model(recipe, seed):
+    results = ranks.run(2, in_stock_ddp, seed, recipe)
+    assert results[0][0] == results[1][0]
+    assert worst_snr(results[0][1], mean_gradients(local_gradients(seed, 2, recipe, micro_batches=2))) > 25
+
+
 def test_G1_gradients_are_not_zero_and_the_loss_moves(seed):
     losses, norm = ranks.run(2, learns, seed, "O2")[0]
     assert norm > 0 and losses[-1] < 0.9 * losses[0]
