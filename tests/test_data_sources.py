@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import lzma
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -82,28 +78,6 @@ def test_html_without_its_markup(tmp_path):
 def test_html_that_leaves_out_end_tags():
     assert strip_html("<head><title>T<body><p>One<p>Two</body>") == "One\nTwo\n"
     assert strip_html("a < b &lt; c") == "a < b < c\n"
-
-
-def test_corpus_builder(tmp_path):
-    """`benchmarks/prepare_corpus.py` writes what `read_documents` reads: shuffled, without menus, duplicates and binaries."""
-    script = Path(__file__).parent.parent / "benchmarks" / "prepare_corpus.py"
-    folder, output = tmp_path / "text", tmp_path / "out" / "text.xz"
-    folder.mkdir()
-    texts = [f"document {i} " * 60 for i in range(20)]
-    for i, text in enumerate(texts):
-        (folder / f"{i}.txt").write_text(text)
-    (folder / "again.txt.gz").write_bytes(gzip.compress(texts[0].encode()))
-    (folder / "binary.dat").write_bytes(bytes(range(256)) * 10)
-    menu = "a line of a menu that all pages share"
-    for i in range(8):
-        (folder / f"{i}.html").write_text(f"<p>{menu}<p>{f'page {i} ' * 80}")
-    command = [sys.executable, script, output, folder]
-    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
-    report = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    documents = read(output)
-    assert len(documents) == 28 and set(texts) < set(documents) and documents[:20] != texts
-    assert sum(menu in text for text in documents) == 4
-    assert f'"sha256": "{hashlib.sha256(output.read_bytes()).hexdigest()}"' in report
 
 
 def test_max_bytes_ends_with_the_document_that_reaches_it(tmp_path):

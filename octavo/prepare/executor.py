@@ -3,9 +3,11 @@
 A stage is an ordinary datatrove pipeline, so any of datatrove's executors can run it. What this one adds matters when a run is
 killed: its worker processes must not live on and write files that the next run writes too. So
 
-- a worker watches the run that it belongs to and ends within a second of it, finished or not;
-- workers hold a shared lock on the folder, the run an exclusive one; a new run waits for left-over workers, and a second run at the
-  same time is refused. The operating system frees the locks of killed processes.
+- a run holds the lock `alive.lock`; a thread of each worker waits for it, and having got it ends the worker;
+- workers share the lock `workers.lock`; a new run waits until it can have it alone;
+- a run holds `run.lock`; a second run at the same time is refused.
+
+The operating system frees the locks of killed processes.
 
 datatrove marks a finished task by a file, after the task's own files are closed; tasks without it run again from their beginning
 and replace what they had written.
@@ -36,7 +38,8 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 POLL = 0.5
-"""Seconds between looks at the progress of tasks, at memory, and at whether the run still lives."""
+"""Seconds between looks at the progress of tasks and at memory."""
+RUN_LOCK, WORKERS_LOCK, ALIVE_LOCK = "run.lock", "workers.lock", "alive.lock"
 _held: list[int] = []
 """File descriptors of the locks that this worker process holds until it ends."""
 
@@ -44,11 +47,11 @@ _held: list[int] = []
 class Workers:
     """The worker processes of a run, started when they are first needed and used by all its stages; a context manager.
 
-    With one worker, tasks run in this process.
+    With one worker, tasks run in this process. The run must hold `folder` by `only_run`.
     """
 
-    def __init__(self, count: int, lock: Path) -> None:
-        self.count, self.lock = count, lock
+    def __init__(self, count: int, folder: Path) -> None:
+        self.count, self.folder = count, folder
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Workers:
@@ -78,8 +81,8 @@ class Workers:
         if self._pool is None:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["octavo.prepare.stages"])  # imported once, not by each worker
-            owner = (os.getpid(), str(self.lock))
-            self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin_worker, initargs=owner)
+            begin = (str(self.folder.absolute()),)
+            self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin_worker, initargs=begin)
         return self._pool
 
 
@@ -112,22 +115,18 @@ def _run_task(packed: bytes, rank: int) -> None:
         executor._run_for_rank(rank)
 
 
-def _begin_worker(owner: int, lock: str) -> None:
-    """Ties a worker process to its run."""
-    _held.append(_open_lock(Path(lock), fcntl.LOCK_SH))
-    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
+def _begin_worker(folder: str) -> None:
+    """Ties a worker process to the run that holds `folder`."""
+    _held.append(_open_lock(Path(folder) / WORKERS_LOCK, fcntl.LOCK_SH))
+    threading.Thread(target=_end_with_run, args=(Path(folder) / ALIVE_LOCK,), daemon=True).start()
     # Each worker is one of many: threads of the tokenizer would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _end_with(owner: int) -> None:
-    """Ends this process when the process `owner` has ended."""
-    while True:
-        try:
-            os.kill(owner, 0)
-        except OSError:
-            os._exit(1)
-        time.sleep(POLL)
+def _end_with_run(lock: Path) -> None:
+    """Ends this process when the run that holds `lock` has ended: only then can it be had."""
+    _open_lock(lock, fcntl.LOCK_SH)
+    os._exit(1)
 
 
 def _open_lock(path: Path, kind: int) -> int:
@@ -141,21 +140,23 @@ def _open_lock(path: Path, kind: int) -> int:
 
 
 @contextlib.contextmanager
-def only_run(folder: Path) -> Iterator[Path]:
-    """Holds `folder` for this run; gives the path of the lock of its workers. Raises `ValueError` if another run holds it."""
+def only_run(folder: Path) -> Iterator[None]:
+    """Holds `folder` for this run. Raises `ValueError` if another run holds it."""
     try:
-        descriptor = _open_lock(folder / "run.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run = _open_lock(folder / RUN_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
             f"another run is writing {folder.parent}: wait for it, or give another folder as out"
         ) from None
+    alive = None
     try:
-        workers = folder / "workers.lock"
-        # Workers of a run that was killed may need a second to notice.
-        os.close(_open_lock(workers, fcntl.LOCK_EX))
-        yield workers
+        os.close(_open_lock(folder / WORKERS_LOCK, fcntl.LOCK_EX))  # waits for workers of a run that was killed
+        alive = _open_lock(folder / ALIVE_LOCK, fcntl.LOCK_EX)
+        yield
     finally:
-        os.close(descriptor)
+        if alive is not None:
+            os.close(alive)
+        os.close(run)
 
 
 class Counting(PipelineStep):

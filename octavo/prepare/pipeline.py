@@ -56,14 +56,14 @@ def prepare(config: PrepareConfig, executor: Executor | None = None) -> Path:
     folder that will not do, before anything is written, and `OSError` where a disk is full or a package cannot be fetched.
     """
     config.check()
-    out = Path(config.out).expanduser()
+    out = Path(config.out).expanduser().absolute()
     work = out / "work"
     _refuse_foreign(out, config)
     try:
         work.mkdir(parents=True, exist_ok=True)
-        with only_run(work) as lock:
+        with only_run(work):
             _refuse_foreign(out, config)  # another run may have come first
-            with Workers(config.processes, lock) as workers:
+            with Workers(config.processes, work) as workers:
                 return _Run(config, out, work, executor or _local(workers)).all()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -32,7 +32,6 @@ def demo() -> PrepareConfig:
                 "cppreference-doc-en-html",
                 "perl-doc",
                 "git-doc",
-                "glibc-doc",
                 "vim-doc",
             ),
             include=PAGES,
