@@ -319,6 +319,36 @@ def test_E22_forwards_without_backward_change_nothing(seed):
     everywhere(2, burns_in, seed)
 
 
+class Interrupts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("too large")
+
+
+def goes_on_after_an_error(seed: int):
+    """An error in the middle of backward, on all ranks, and then another batch."""
+    rank = dist.get_rank()
+    model = DataParallel(build(seed), bucket_mb=0.001)
+    with pytest.raises(MemoryError):
+        handle = model.module[4].register_forward_hook(lambda module, inputs, output: Interrupts.apply(output))
+        loss_of(model, batch(seed, rank)).backward()
+    handle.remove()
+    model.zero_grad()
+    loss_of(model, batch(seed + 1, rank)).backward()
+    fresh = DataParallel(build(seed), bucket_mb=0.001)
+    loss_of(fresh, batch(seed + 1, rank)).backward()
+    assert gradient_bits(model) == gradient_bits(fresh)
+    return gradient_bits(model)
+
+
+def test_an_error_in_backward_leaves_no_trace(seed):
+    everywhere(2, goes_on_after_an_error, seed)
+
+
 # --- accumulation
 
 

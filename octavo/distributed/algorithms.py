@@ -102,20 +102,20 @@ def nccl(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
     return torch.ones_like(layout.numel)
 
 
-def plain_mean(flat: Tensor, ranks: Ranks, in_rank_order: bool) -> None:
+def plain_mean(flat: Tensor, ranks: Ranks, in_rank_order: bool, kind: str = GRADIENTS) -> None:
     """flat = its mean over all ranks, in place; real values of any floating dtype, numel a multiple of the number of ranks.
 
     In rank order the sum is FP32 (or FP64) and the mean is rounded once, so its bits do not depend on the position in the bucket; else
     it is the backend's all-reduce.
     """
     if not in_rank_order:
-        ranks.all_reduce(flat, dist.ReduceOp.SUM, GRADIENTS)
+        ranks.all_reduce(flat, dist.ReduceOp.SUM, kind)
         flat.div_(ranks.world)
         return
     received = torch.empty_like(flat)
-    ranks.all_to_all(received, flat, GRADIENTS)
+    ranks.all_to_all(received, flat, kind)
     parts = received.view(ranks.world, -1)
     total = parts[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
-    ranks.all_gather(flat, total.div_(ranks.world).to(flat.dtype), GRADIENTS)
+    ranks.all_gather(flat, total.div_(ranks.world).to(flat.dtype), kind)

@@ -23,6 +23,7 @@ from octavo.distributed.autoscale import AutoScale
 from octavo.distributed.codes import at_largest, rescale, row_amax
 from octavo.distributed.collectives import Ranks
 from octavo.distributed.layout import ROW, Layout
+from octavo.distributed.samples import Sampler
 from octavo.distributed.scales import local_scales, mean_scale, shared_scales
 from octavo.formats import E4M3
 from octavo.linear import scaled_gradient
@@ -53,6 +54,8 @@ class Bucket:
     """The gradients that are being reduced: those of the parameters, or new ones where a parameter has none."""
     absent: list[bool] = field(default_factory=list)
     """Whether the gradient is such a new one."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Memory that the reduction may still read."""
     present: Tensor | None = None
     """Bool [members]: whether any rank has the gradient; known once it is reduced."""
     finite: Tensor | None = None
@@ -92,6 +95,14 @@ class Bucket:
             )
         return grad
 
+    def drop_residuals(self) -> None:
+        """The gradients are codes alone again. The memory of the residuals is kept until `give`: another stream may still read it."""
+        for grad in self.scaled_grads:
+            if grad._storage.residual is not None:
+                self.kept.append(grad._storage.residual)
+            grad._storage.residual = None
+            grad._storage.mark_written()
+
     def give(self) -> None:
         """Give gradients to parameters that had none here and have one elsewhere. Only then the host waits for the device."""
         if any(self.absent):
@@ -101,7 +112,7 @@ class Bucket:
             ):
                 if absent and present:
                     member.param.grad = grad
-        self.grads, self.present = [], None
+        self.grads, self.kept, self.present = [], [], None
 
 
 def assign(members: Sequence[Member], world: int, bucket_bytes: int) -> list[Bucket]:
@@ -135,6 +146,8 @@ class Reduction:
     def __init__(self, ranks: Ranks, algorithm: str, fp8: Algorithm | None, autoscale: AutoScale) -> None:
         self.ranks, self.algorithm, self.autoscale = ranks, algorithm, autoscale
         self._fp8 = fp8
+        self.sampler: Sampler | None = None
+        """Measures what is lost while it is set."""
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket) -> None:
@@ -167,18 +180,21 @@ class Reduction:
         self.ranks.all_reduce(scales, dist.ReduceOp.MIN, SCALES)
         shared = shared_scales(scales)
         factor = self.autoscale.factor(bucket.index)
+        sampler, before = self.sampler, codes
+        exact = None if sampler is None else sampler.exact_mean(codes, residual, stored, layout)
         codes = rescale(codes, residual, layout.spread(shared.multiplier(factor) / stored))
+        flushed = None if sampler is None else ((before.float() != 0) & (codes.float() == 0)).sum(-1)
         gain = algorithm(codes, layout, self.ranks)
         ratio = layout.total(at_largest(codes)) / layout.numel.clamp(min=1)
+        scale = torch.where(shared.finite, mean_scale(shared.scale, factor, gain, self.ranks.world), 1.0)
+        if sampler is not None and exact is not None and flushed is not None:
+            sampler.add([member.name for member in bucket.members], layout, exact, codes, scale, flushed, ratio)
         if self.autoscale.sums_exactly:
             ratio = torch.zeros_like(ratio)  # the sum has a scale of its own: its largest codes have lost nothing
         self.autoscale.update(bucket.index, ratio, shared.finite & shared.present)
-        scale = torch.where(shared.finite, mean_scale(shared.scale, factor, gain, self.ranks.world), 1.0)
         torch._foreach_copy_([grad.codes.view(torch.uint8) for grad in grads], layout.views(codes.view(torch.uint8)))
         torch._foreach_copy_([grad.scale for grad in grads], list(scale.unbind()))
-        for grad in grads:
-            grad._storage.residual = None
-            grad._storage.mark_written()
+        bucket.drop_residuals()
         bucket.present, bucket.finite = shared.present, shared.finite.all()
 
     def _plain(self, bucket: Bucket) -> None:
@@ -196,8 +212,7 @@ class Reduction:
             new = scaled_gradient(value, grad.dtype)
             grad.codes.copy_(new.codes)
             grad.scale.copy_(new.scale)
-            grad._storage.residual = None
-            grad._storage.mark_written()
+        bucket.drop_residuals()
 
     def _mean(self, bucket: Bucket, values: list[Tensor], wire: torch.dtype) -> list[Tensor]:
         """The means over the ranks; flags that say which rank has a gradient travel in rows of their own."""

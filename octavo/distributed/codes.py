@@ -29,7 +29,7 @@ def rescale(codes: Tensor, residual: Tensor | None, factor: Tensor) -> Tensor:
     """
     one = torch.ones((), device=codes.device)
     if residual is None:
-        values = kernels.uncast(codes, one)
+        values = kernels.uncast(codes, one, torch.bfloat16)  # exact
     else:
         values = kernels.uncast_residual(codes, residual, one)
     return kernels.cast(values, factor, E4M3.dtype, block=ROW)

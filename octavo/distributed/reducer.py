@@ -34,6 +34,7 @@ from octavo.distributed.autoscale import AutoScale
 from octavo.distributed.buckets import Bucket, Member, Reduction, assign
 from octavo.distributed.collectives import Ranks
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
+from octavo.distributed.samples import Loss, Sampler
 from octavo.linear import FP8Linear
 from octavo.linear.storage import store_gradient
 from octavo.recipe import BASELINE, Recipe, get_recipe
@@ -134,6 +135,8 @@ class DataParallel(nn.Module):
         """What the module returns."""
         if self.world == 1 or not self._sync or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._abandon()
         self._rebuild_if_frozen()
         output = self.module(*args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -150,6 +153,20 @@ class DataParallel(nn.Module):
             yield
         finally:
             self._sync = before
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[dict[str, Loss]]:
+        """Compares the FP8 reductions inside with FP32 ones; the dict, by parameter, is filled at the end. All ranks must call it."""
+        found: dict[str, Loss] = {}
+        if self.world == 1:
+            yield found
+            return
+        self._reduction.sampler = sampler = Sampler(self.ranks)
+        try:
+            yield found
+        finally:
+            self._reduction.sampler = None
+            found.update(sampler.read())
 
     # --- one backward pass
 
@@ -176,6 +193,14 @@ class DataParallel(nn.Module):
         for bucket in self._buckets:
             bucket.start()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _abandon(self) -> None:
+        """The last backward raised an error on its way, and the user goes on: forget it, when what it had started has ended."""
+        for future in self._running:
+            future.exception()
+        for bucket in self._buckets:
+            bucket.start()
+        self._in_backward = False
 
     def _ready(self, param: Tensor) -> None:
         """Hook of a parameter whose gradient has accumulated."""
