@@ -159,3 +159,19 @@ def test_a_damaged_run(run, tmp_path):
     meta.write_text("{")
     with pytest.raises(ValueError, match="is damaged"):
         load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["decoder", "transformers"])
+def test_a_run_that_began_from_hugging_face(llama, tmp_path, kind):
+    config = small_config(
+        tmp_path, f"model.from={llama}", f"model.as={kind}", "model.dim=none", "model.n_layers=none", "train.steps=2"
+    )
+    trainer = Trainer(config)
+    trainer.run()
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        expected = trainer.model.eval()(tokens)
+    loaded = load_model(config.out, dtype="bf16", device="cpu")
+    assert torch.equal(loaded.scorer.logits(tokens), expected)
+    assert loaded.is_decoder == (kind == "decoder") and loaded.codec.eos == 1
+    assert converted(load_model(config.out, "bf16", device="cpu").model) == []
