@@ -14,7 +14,7 @@ from octavo import kernels
 from octavo.formats import BF16, E4M3, FP16, FP32, Format
 from octavo.kernels.reference import adamw as reference_adamw
 from octavo.kernels.reference import adamw_scalars
-from octavo.kernels.reference.adamw import MULTIPLIERS, UpdateFormats, round_to
+from octavo.kernels.reference.adamw import MULTIPLIERS, Operands, UpdateFormats, round_to
 from octavo.kernels.reference.adamw_scalars import RATIO_CAP, has_scale, ratio_bound
 
 MODULE = importlib.import_module("octavo.kernels.reference.adamw")  # the package has a function of that name
@@ -65,7 +65,8 @@ class Run:
         maxima = torch.zeros(3)
         blocked = [s if s.dim() else None for s in self.scales[1:]]
         p, m, v = self.codes
-        reference_adamw(p, grad, None, m, v, *blocked, scalars, key, ok, maxima, self.formats, offset)
+        operands = Operands(p, grad, None, m, v, *blocked, offset)
+        reference_adamw([operands], scalars[None], key[None], ok, maxima[None], self.formats)
         if ok:
             self.maxima = maxima
             new = (columns.param_scale[0], columns.exp_avg_scale[0], columns.exp_avg_sq_scale[0])

@@ -11,6 +11,8 @@ one per block of the last dim, and `real = codes / scale`. Nothing is differenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -18,6 +20,7 @@ from torch.compiler import is_compiling
 from octavo.kernels import ops
 from octavo.kernels.dispatch import backend
 from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
+from octavo.kernels.reference.adamw import Operands
 from octavo.kernels.reference.cast import scale_shape
 
 __all__ = [
@@ -198,9 +201,9 @@ def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch
     return backend(codes).uncast_residual(codes, residual, scale, dtype)
 
 
-def adamw(param: Tensor, *args, **kwargs) -> None:
-    """One AdamW step of one parameter, in place: see `octavo.kernels.reference.adamw`. Not for compiled regions."""
-    backend(param).adamw(param, *args, **kwargs)
+def adamw(operands: Sequence[Operands], *args, **kwargs) -> None:
+    """One AdamW step of many parameters, in place: see `octavo.kernels.reference.adamw`. Not for compiled regions."""
+    backend(operands[0].param).adamw(operands, *args, **kwargs)
 
 
 def _check_block(x: Tensor, block: int | None) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from octavo import kernels
-from octavo.kernels.reference.adamw import Scalars, UpdateFormats
+from octavo.kernels.reference.adamw import Operands, Scalars, UpdateFormats
 from octavo.linear import drop_weight_cache
 from octavo.optim.checks import check_group, check_loadable, warn_of_lost_updates
 from octavo.optim.state import Slot, describe, gradient, initial_state, seal, unseal, update_formats
@@ -201,26 +201,23 @@ class AdamW(torch.optim.Optimizer):
         slots, formats, columns = bucket.slots, bucket.formats, plan.columns
         drop_weight_cache(slot.param for slot in slots)
         maxima = torch.zeros_like(plan.maxima)
-        rows = zip(slots, torch.stack(columns, dim=1).unbind(), plan.keys.unbind(), maxima.unbind(), strict=True)
-        for slot, scalars, key, new_maxima in rows:
-            flat = slot.codes.contiguous().view(-1)
-            kernels.adamw(
-                flat,
+        operands = [
+            Operands(
+                slot.codes.contiguous().view(-1),
                 slot.grad.view(-1),
                 None if slot.residual is None else slot.residual.view(-1),
                 slot.state["exp_avg"].view(-1),
                 slot.state["exp_avg_sq"].view(-1),
                 slot.state["exp_avg_scale"] if formats.exp_avg_block else None,
                 slot.state["exp_avg_sq_scale"] if formats.exp_avg_sq_block else None,
-                scalars,
-                key,
-                ok,
-                new_maxima,
-                formats,
                 slot.offset,
             )
+            for slot in slots
+        ]
+        kernels.adamw(operands, torch.stack(columns, dim=1), plan.keys, ok, maxima, formats)
+        for slot, one in zip(slots, operands, strict=True):
             if not slot.codes.is_contiguous():
-                slot.codes.copy_(flat.view(slot.codes.shape))
+                slot.codes.copy_(one.param.view(slot.codes.shape))
         # (Adding one tensor to a list of them waits for the device.)
         torch._foreach_add_([slot.state["step"] for slot in slots], [ok.float()] * len(slots))
         one = torch.ones_like(ok, dtype=torch.float32)

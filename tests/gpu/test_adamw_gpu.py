@@ -18,7 +18,7 @@ from octavo import kernels
 from octavo.formats import BF16, E4M3, FP16, FP32
 from octavo.kernels.reference import adamw as reference_adamw
 from octavo.kernels.reference import adamw_scalars
-from octavo.kernels.reference.adamw import UpdateFormats
+from octavo.kernels.reference.adamw import Operands, UpdateFormats
 from octavo.optim import AdamW, clip_grad_norm_
 from octavo.recipe import RECIPES
 from octavo.tensor import cast
@@ -50,6 +50,7 @@ NEAREST = {
 if not INTERPRET:
     ROWS |= NEAREST
 GRADIENTS = ("FP32", "BF16", "FP16", "E4M3", "E4M11")
+FLAT = ("param", "grad", "exp_avg", "exp_avg_sq")
 SIZES = [0, 1, 7, 127, 128, 129, 1023, 128 * 33 - 1, 128 * 33 + 1]
 
 
@@ -65,8 +66,8 @@ def quantise(x: Tensor, fmt, block: int | None, scaled: bool = True) -> tuple[Te
     return kernels.cast(x, scale, fmt.dtype, block=block), scale
 
 
-def case(n: int, formats: UpdateFormats, gradient: str) -> tuple[list, dict]:
-    """Arguments of the pass, on CPU: tensors of any scale, and scalars that fit them."""
+def case(n: int, formats: UpdateFormats, gradient: str, offset: int = 0) -> tuple[Operands, Tensor, Tensor, Tensor]:
+    """One parameter on CPU: tensors of any scale, and the scalars, key and verdict that fit them."""
     grad, residual, grad_scale = wild(n), None, torch.ones(())
     if gradient == "E4M3":
         grad, grad_scale = quantise(grad, E4M3, None)
@@ -99,55 +100,83 @@ def case(n: int, formats: UpdateFormats, gradient: str) -> tuple[list, dict]:
         formats=formats,
     )
     key = kernels.make_key(3, step.flatten()[0], 0, "cpu")
-    return [p, grad, residual, m, v, *blocked, torch.stack(columns, 1)[0], key, ok, torch.zeros(3), formats]
+    return Operands(p, grad, residual, m, v, *blocked, offset), torch.stack(columns, 1)[0], key, ok
 
 
-def on(values: list) -> list:
-    return [value.to(DEVICE, copy=True) if isinstance(value, Tensor) else value for value in values]
+def together(cases: list) -> list:
+    """The arguments of one call for many cases: operands, scalars, keys, ok, amaxes."""
+    operands, scalars, keys, oks = zip(*cases, strict=True)
+    return [list(operands), torch.stack(scalars), torch.stack(keys), torch.stack(oks).all(), torch.zeros(len(cases), 3)]
 
 
-def check(arguments: list, offset: int) -> None:
+def on(arguments: list) -> list:
+    def there(value):
+        return value.to(DEVICE, copy=True) if isinstance(value, Tensor) else value
+
+    return [[Operands(*map(there, one)) for one in arguments[0]], *map(there, arguments[1:])]
+
+
+def flat(arguments: list) -> list[Tensor]:
+    tensors = [value for one in arguments[0] for value in one] + arguments[1:]
+    return [value for value in tensors if isinstance(value, Tensor)]
+
+
+def check(cases: list, formats: UpdateFormats, ok: bool = True) -> None:
     from octavo.kernels.cuda import adamw
 
+    arguments = together(cases)
+    arguments[3] &= ok
     mine, reference = on(arguments), on(arguments)
-    adamw(*mine, offset)
-    reference_adamw(*reference, offset)
-    for got, want in zip(mine, reference, strict=True):
-        if isinstance(got, Tensor):
-            assert_same_bits(got, want)
+    adamw(*mine, formats)
+    reference_adamw(*reference, formats)
+    for got, want in zip(flat(mine), flat(reference), strict=True):
+        assert_same_bits(got, want)
+    assert ok == any(not torch.equal(a.cpu(), b) for a, b in zip(flat(mine), flat(arguments), strict=True))
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("row", ROWS)
 def test_kernel_equals_reference(seed, row, gradient):
-    for n in SIZES:
-        check(case(n, ROWS[row], gradient), offset=2**32 - 200)
+    """Parameters of all sizes in one call, one of them with indices on both sides of 2^32."""
+    formats = ROWS[row]
+    check([case(n, formats, gradient, offset=2**32 - 200) for n in SIZES], formats)
+    check([case(n, formats, gradient, offset=77 * n) for n in reversed(SIZES)], formats)
+
+
+def test_kernel_equals_reference_for_gradients_of_several_dtypes_and_tensors_that_begin_anywhere(seed):
+    cases = [case(n, ROWS["FP32"], gradient) for n in (1, 1000, 3000) for gradient in ("FP32", "BF16", "FP16")]
+    check(cases, ROWS["FP32"])
+    operands, *rest = case(2000, O2, "E4M3")
+    shifted = operands._replace(**{name: value[3:] for name, value in operands._asdict().items() if name in FLAT})
+    scales = operands.exp_avg_scales[: -(-1997 // 128)]
+    check([(shifted._replace(exp_avg_scales=scales), *rest), case(500, O2, "E4M3")], O2)
 
 
 @needs_gpu
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("row", ROWS)
 def test_kernel_equals_reference_on_a_weight_of_the_7B_model(seed, row, gradient):
-    check(case(4096 * 11008, ROWS[row], gradient), offset=3 * 2**32 - 12345)
+    check([case(4096 * 11008, ROWS[row], gradient, offset=3 * 2**32 - 12345)], ROWS[row])
+
+
+def test_a_parameter_of_several_chunks(seed):
+    check([case(n, O2, "E4M3", offset=5) for n in (3, 2 * 65_536 + 1030, 65_536)], O2)
 
 
 def test_a_void_step_changes_nothing(seed):
     for formats in (O2, ROWS["FP32"]):
-        arguments = case(1000, formats, "FP32")
-        arguments[9] = torch.tensor(False)
-        check(arguments, 0)
+        check([case(1000, formats, "FP32"), case(7, formats, "FP32")], formats, ok=False)
 
 
 @needs_gpu
 def test_reference_is_the_same_on_both_devices(seed):
     for row in ROWS:
-        here = case(5000, ROWS[row], "E4M3")
+        here = together([case(5000, ROWS[row], "E4M3", offset=9)])
         there = on(here)
-        reference_adamw(*here, 9)
-        reference_adamw(*there, 9)
-        for a, b in zip(here, there, strict=True):
-            if isinstance(a, Tensor):
-                assert_same_bits(b.cpu(), a)
+        reference_adamw(*here, ROWS[row])
+        reference_adamw(*there, ROWS[row])
+        for a, b in zip(flat(here), flat(there), strict=True):
+            assert_same_bits(b.cpu(), a)
 
 
 def model(recipe: str, shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:

@@ -6,12 +6,14 @@ hash an element, no NaN handling (a non-finite value cancels the step) and one d
 reference: no contraction to fused multiply-add (`enable_fp_fusion=False`), `div_rn` and `sqrt_rn`, and arithmetic on the bits of a
 float where a rounding or a power of two is meant.
 
-The grid is limited to a few waves of programs that stride over the tiles: each keeps the maxima of its tiles and issues one atomic
-for each, where one per tile would queue on a single address. A maximum of non-negative floats is one of their bits as integers, so
-the result does not depend on the order.
+One launch updates the whole tiles of many parameters (`octavo.kernels.cuda.tables`), and another the tails of those that have one: only
+these need masks, and so loads that are not vectors. A program keeps the maxima of its chunk and issues one atomic for each. A maximum
+of non-negative floats is one of their bits as integers, so the result does not depend on the order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -21,87 +23,89 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.cuda.launch import on_device
 from octavo.kernels.cuda.numerics import GOLDEN, mix, random_bits, round_finite_stochastic
-from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_DENOMINATOR, UpdateFormats
+from octavo.kernels.cuda.tables import CHUNK, TRITON_DTYPES, aligned, chunk_table, tail_table, upload
+from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_DENOMINATOR, Operands, Scalars, UpdateFormats
 
 TILE = 1024
 """Elements per tile, or one block of scales if that is longer."""
 SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_DENOMINATOR)
 SECOND: tl.constexpr = tl.constexpr(MULTIPLIERS[1])
 THIRD: tl.constexpr = tl.constexpr(MULTIPLIERS[2])
-MAX_PROGRAMS = 4096
-"""More than any device runs at a time: 16 for each of 132 multiprocessors are 2112."""
+WIDTH: tl.constexpr = tl.constexpr(9)
+"""Columns of the pointer table: seven pointers, numel, offset."""
 
 
 def adamw(
-    param: Tensor,
-    grad: Tensor,
-    residual: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq_scales: Tensor | None,
-    scalars: Tensor,
-    key: Tensor,
-    ok: Tensor,
-    amaxes: Tensor,
-    formats: UpdateFormats,
-    offset: int = 0,
+    operands: Sequence[Operands], scalars: Tensor, keys: Tensor, ok: Tensor, amaxes: Tensor, formats: UpdateFormats
 ) -> None:
     """See `octavo.kernels.reference.adamw.adamw`."""
-    numel = param.numel()
-    if numel == 0:
-        return
     tile = max(TILE, formats.exp_avg_block or 0, formats.exp_avg_sq_block or 0)
-    grid = (min(triton.cdiv(numel, tile), MAX_PROGRAMS),)
-    with on_device(param):
-        _adamw[grid](
-            param,
-            grad,
-            residual,
-            exp_avg,
-            exp_avg_sq,
-            exp_avg_scales,
-            exp_avg_sq_scales,
-            scalars,
-            key,
-            ok.view(torch.uint8),
-            amaxes.view(torch.int32),
-            numel,
-            offset,
-            *_constants(formats.param),
-            *_constants(formats.exp_avg),
-            *_constants(formats.exp_avg_sq),
-            formats.exp_avg_block,
-            formats.exp_avg_sq_block,
-            formats.sqrt_exp_avg_sq,
-            formats.stochastic,
-            formats.decoupled,
-            offset + numel > 2**32,
-            tile,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    alike: dict[tuple, list[int]] = {}
+    for row, one in enumerate(operands):
+        wide = one.offset + one.param.numel() > 2**32
+        alike.setdefault((one.grad.dtype, wide, aligned(one[:7])), []).append(row)
+    for (grad_dtype, wide, all_aligned), rows in alike.items():
+        tensors = [operands[row] for row in rows]
+        device = tensors[0].param.device
+        numels = tuple(one.param.numel() for one in tensors)
+        pointers = [[0 if t is None else t.data_ptr() for t in one[:7]] for one in tensors]
+        table = upload([[*row, n, one.offset] for row, n, one in zip(pointers, numels, tensors, strict=True)], device)
+        numbers = None if len(rows) == len(operands) else upload(rows, device)
+        own = (scalars, keys, amaxes) if numbers is None else (scalars[numbers], keys[numbers], amaxes[numbers])
+        for masked, chunks in enumerate((chunk_table(numels, tile, device), tail_table(numels, tile, device))):
+            if len(chunks) == 0:
+                continue
+            with on_device(table):
+                _adamw[(len(chunks),)](
+                    table,
+                    chunks,
+                    own[0],
+                    own[1],
+                    ok.view(torch.uint8),
+                    own[2].view(torch.int32),
+                    TRITON_DTYPES[formats.param.dtype],
+                    TRITON_DTYPES[grad_dtype],
+                    TRITON_DTYPES[formats.exp_avg.dtype],
+                    TRITON_DTYPES[formats.exp_avg_sq.dtype],
+                    tensors[0].residual is not None,
+                    *_constants(formats.param),
+                    *_constants(formats.exp_avg),
+                    *_constants(formats.exp_avg_sq),
+                    formats.exp_avg_block,
+                    formats.exp_avg_sq_block,
+                    formats.sqrt_exp_avg_sq,
+                    formats.stochastic,
+                    formats.decoupled,
+                    wide,
+                    all_aligned,
+                    len(Scalars._fields),
+                    tile,
+                    tile if masked else CHUNK,
+                    bool(masked),
+                    num_warps=4,
+                    enable_fp_fusion=False,
+                )
+        if numbers is not None:
+            amaxes[numbers] = own[2]
 
 
 def _constants(fmt: Format) -> tuple[float, int, int]:
     return fmt.max, fmt.mantissa_bits, fmt.min_exponent
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit
 def _adamw(
-    param_ptr,  # [numel] codes
-    grad_ptr,  # [numel] plain values or E4M3 codes
-    residual_ptr,  # [numel] int8, or None
-    exp_avg_ptr,  # [numel] codes
-    exp_avg_sq_ptr,  # [numel] codes
-    exp_avg_scales_ptr,  # [ceil(numel / M_BLOCK)] FP32, or None
-    exp_avg_sq_scales_ptr,  # [ceil(numel / V_BLOCK)] FP32, or None
-    scalars_ptr,  # [17] FP32, the fields of Scalars
-    key_ptr,  # [] int32
+    table_ptr,  # [tensors, WIDTH] int64: addresses of the seven tensors of `Operands`, numel, offset
+    chunks_ptr,  # [chunks, 2] int32
+    scalars_ptr,  # [tensors, SCALARS] FP32, the fields of Scalars
+    keys_ptr,  # [tensors] int32
     ok_ptr,  # [] uint8
-    amaxes_ptr,  # [3] int32, bits of FP32
-    numel,
-    offset,
+    amaxes_ptr,  # [tensors, 3] int32, bits of FP32
+    P_DTYPE: tl.constexpr,
+    G_DTYPE: tl.constexpr,
+    M_DTYPE: tl.constexpr,
+    V_DTYPE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     P_MAX: tl.constexpr,
     P_MANTISSA: tl.constexpr,
     P_EXPONENT: tl.constexpr,
@@ -117,10 +121,29 @@ def _adamw(
     STOCHASTIC: tl.constexpr,
     DECOUPLED: tl.constexpr,
     WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALARS: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     if tl.load(ok_ptr) == 0:
         return
+    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0))
+    chunk = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1)
+    table_ptr += tensor.to(tl.int64) * WIDTH
+    param_ptr = _pointer(table_ptr, 0, P_DTYPE, ALIGNED)
+    grad_ptr = _pointer(table_ptr, 1, G_DTYPE, ALIGNED)
+    residual_ptr = _pointer(table_ptr, 2, tl.int8, ALIGNED)
+    exp_avg_ptr = _pointer(table_ptr, 3, M_DTYPE, ALIGNED)
+    exp_avg_sq_ptr = _pointer(table_ptr, 4, V_DTYPE, ALIGNED)
+    exp_avg_scales_ptr = _pointer(table_ptr, 5, tl.float32, ALIGNED)
+    exp_avg_sq_scales_ptr = _pointer(table_ptr, 6, tl.float32, ALIGNED)
+    numel = tl.load(table_ptr + 7)
+    offset = tl.load(table_ptr + 8)
+    key = tl.load(keys_ptr + tensor)
+    scalars_ptr += tensor * SCALARS
+    amaxes_ptr += tensor * 3
     # In the order of Scalars.
     lr = tl.load(scalars_ptr)
     beta1 = tl.load(scalars_ptr + 1)
@@ -139,32 +162,32 @@ def _adamw(
     exp_avg_scale = tl.load(scalars_ptr + 14)
     exp_avg_sq_factor = tl.load(scalars_ptr + 15)
     exp_avg_sq_scale = tl.load(scalars_ptr + 16)
-    key = tl.load(key_ptr)
 
     param_amax = tl.zeros([TILE], tl.float32)
     exp_avg_amax = tl.zeros([TILE], tl.float32)
     exp_avg_sq_amax = tl.zeros([TILE], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(numel, TILE), tl.num_programs(0)):
+    first = chunk * (CHUNK // TILE)
+    tiles = (numel // TILE).to(tl.int32) + (1 if MASKED else 0)
+    for tile in range(first, tl.minimum(first + CHUNK // TILE, tiles)):
         start = tile * tl.full([], TILE, tl.int64)
         index = start + tl.arange(0, TILE)
         mask = index < numel
 
-        p = tl.load(param_ptr + index, mask, other=0.0).to(tl.float32) * param_factor
-        if residual_ptr is None:
-            g = tl.load(grad_ptr + index, mask, other=0.0).to(tl.float32)
+        p = _load(param_ptr + index, mask, MASKED).to(tl.float32) * param_factor
+        if RESIDUAL:
+            g = _merge_e4m11(_load(grad_ptr + index, mask, MASKED), _load(residual_ptr + index, mask, MASKED))
         else:
-            low = tl.load(residual_ptr + index, mask, other=0)
-            g = _merge_e4m11(tl.load(grad_ptr + index, mask, other=0.0), low)
+            g = _load(grad_ptr + index, mask, MASKED).to(tl.float32)
         g = g * grad_factor
         if not DECOUPLED:
             g = g + weight_decay * p
-        m = tl.load(exp_avg_ptr + index, mask, other=0.0).to(tl.float32)
+        m = _load(exp_avg_ptr + index, mask, MASKED).to(tl.float32)
         if M_BLOCK is None:
             m = m * exp_avg_factor
         else:
             m = _unscale_blocks(m, exp_avg_scales_ptr, start, numel, M_BLOCK, TILE)
         m = beta1 * m + one_minus_beta1 * g
-        v = tl.load(exp_avg_sq_ptr + index, mask, other=0.0).to(tl.float32)
+        v = _load(exp_avg_sq_ptr + index, mask, MASKED).to(tl.float32)
         if V_BLOCK is None:
             v = v * exp_avg_sq_factor
         else:
@@ -184,7 +207,7 @@ def _adamw(
             word = _random_words(key, offset + start, TILE, WIDE)
         p = tl.maximum(tl.minimum(p * param_scale, P_MAX), -P_MAX)
         p, codes = _round(p, word, param_ptr.dtype.element_ty, P_MANTISSA, P_EXPONENT, STOCHASTIC)
-        tl.store(param_ptr + index, codes, mask)
+        _store(param_ptr + index, codes, mask, MASKED)
         param_amax = tl.maximum(param_amax, tl.abs(p))
 
         if M_BLOCK is None:
@@ -192,7 +215,7 @@ def _adamw(
         else:
             m = _scale_blocks(m, exp_avg_scales_ptr, start, numel, M_MAX, M_BLOCK, TILE)
         m, codes = _round(m, word * SECOND, exp_avg_ptr.dtype.element_ty, M_MANTISSA, M_EXPONENT, STOCHASTIC)
-        tl.store(exp_avg_ptr + index, codes, mask)
+        _store(exp_avg_ptr + index, codes, mask, MASKED)
         if M_BLOCK is None:
             exp_avg_amax = tl.maximum(exp_avg_amax, tl.abs(m))
 
@@ -201,8 +224,10 @@ def _adamw(
             second = tl.minimum(second * exp_avg_sq_scale, V_MAX)
         else:
             second = _scale_blocks(second, exp_avg_sq_scales_ptr, start, numel, V_MAX, V_BLOCK, TILE)
-        second, codes = _round(second, word * THIRD, exp_avg_sq_ptr.dtype.element_ty, V_MANTISSA, V_EXPONENT, STOCHASTIC, False)
-        tl.store(exp_avg_sq_ptr + index, codes, mask)
+        second, codes = _round(
+            second, word * THIRD, exp_avg_sq_ptr.dtype.element_ty, V_MANTISSA, V_EXPONENT, STOCHASTIC, False
+        )
+        _store(exp_avg_sq_ptr + index, codes, mask, MASKED)
         if V_BLOCK is None:
             exp_avg_sq_amax = tl.maximum(exp_avg_sq_amax, second)
 
@@ -211,6 +236,29 @@ def _adamw(
         tl.atomic_max(amaxes_ptr + 1, tl.max(exp_avg_amax, 0).to(tl.int32, bitcast=True))
     if V_BLOCK is None:
         tl.atomic_max(amaxes_ptr + 2, tl.max(exp_avg_sq_amax, 0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(table_ptr + column).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointer, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer, mask, other=0.0)
+    return tl.load(pointer)
+
+
+@triton.jit
+def _store(pointer, value, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer, value, mask)
+    else:
+        tl.store(pointer, value)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""AdamW on (codes, scale) pairs: one parameter, one pass.
+"""AdamW on (codes, scale) pairs: one pass over each parameter.
 
 All arithmetic is FP32, one IEEE operation after the other in the order written below, without fused multiply-add: the Triton kernel
 repeats it bit for bit. Only storage is low precision. With t the step, c_t the bound of `octavo.kernels.reference.adamw_scalars`:
@@ -27,6 +27,7 @@ takes the top bits of its word times an odd factor. Three hashes were a fifth of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,39 +96,43 @@ class Scalars(NamedTuple):
     exp_avg_sq_scale: Tensor
 
 
-def adamw(
-    param: Tensor,
-    grad: Tensor,
-    residual: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_scales: Tensor | None,
-    exp_avg_sq_scales: Tensor | None,
-    scalars: Tensor,
-    key: Tensor,
-    ok: Tensor,
-    amaxes: Tensor,
-    formats: UpdateFormats,
-    offset: int = 0,
-) -> None:
-    """One step of the parameter, in place; nothing happens if `ok` (0-d bool) is false.
+class Operands(NamedTuple):
+    """The tensors of one parameter, contiguous and flat."""
 
-    All tensors are contiguous.
+    param: Tensor
+    """Codes [n] of the format, as are the moments."""
+    grad: Tensor
+    """[n] FP32, BF16, FP16 or E4M3."""
+    residual: Tensor | None
+    """int8 [n], the low bytes of an E4M11 gradient."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scales: Tensor | None
+    """FP32 [ceil(n / block)], rewritten; None without blocks."""
+    exp_avg_sq_scales: Tensor | None
+    offset: int
+    """Global index of the first element, for the random bits."""
+
+
+def adamw(
+    operands: Sequence[Operands], scalars: Tensor, keys: Tensor, ok: Tensor, amaxes: Tensor, formats: UpdateFormats
+) -> None:
+    """One step of n parameters of the same formats, in place; nothing happens if `ok` (0-d bool) is false.
 
     Args:
-        param, exp_avg, exp_avg_sq: codes [n] of `formats`.
-        grad: [n] FP32, BF16, FP16 or E4M3.
-        residual: int8 [n], the low bytes of an E4M11 gradient, or None.
-        exp_avg_scales, exp_avg_sq_scales: FP32 [ceil(n / block)], rewritten; None without blocks.
-        scalars: FP32, the fields of `Scalars`.
-        key: int32, 0-d, of the random bits; see `octavo.kernels.reference.random`.
-        amaxes: FP32 [3], raised to the largest magnitudes among the new *codes* of these three; not for one in blocks.
-        offset: global index of the first element, for the random bits.
+        operands: the parameters; all have a residual, or none.
+        scalars: FP32 [n, fields of `Scalars`].
+        keys: int32 [n], of the random bits; see `octavo.kernels.reference.random`.
+        amaxes: FP32 [n, 3], raised to the largest magnitudes among the new *codes* of param, exp_avg and exp_avg_sq; not for those
+            in blocks.
     """
-    if not ok.item():
-        return
-    s = Scalars(*scalars.unbind())
+    if ok.item():
+        for one, row, key, maxima in zip(operands, scalars.unbind(), keys.unbind(), amaxes.unbind(), strict=True):
+            _update(one, Scalars(*row.unbind()), key, maxima, formats)
 
+
+def _update(operands: Operands, s: Scalars, key: Tensor, amaxes: Tensor, formats: UpdateFormats) -> None:
+    param, grad, residual, exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales, offset = operands
     def load(codes: Tensor, factor: Tensor, scales: Tensor | None, block: int | None, start: int) -> Tensor:
         codes = codes[start : start + CHUNK]
         if scales is None or block is None:
