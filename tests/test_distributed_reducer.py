@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from octavo import DataParallel
 from octavo.convert import convert
 from octavo.distributed.emulate import reduce_emulated
-from octavo.formats import NumericsError
+from octavo.formats import E4M3, NumericsError
 from octavo.linear import FP8Linear
 from octavo.optim import clip_grad_norm_
-from octavo.tensor import ScaledTensor, uncast
+from octavo.tensor import ScaledTensor, cast, uncast
 
 
 def everywhere(world: int, function, *arguments) -> object:
@@ -370,6 +370,16 @@ def accumulates_constants(seed: int):
 def test_a_constant_gradient_survives_320_micro_batches(seed):
     for kept, snr in ranks.run(2, accumulates_constants, seed):
         assert 0.99 < kept < 1.01 and snr > 26
+
+
+def test_sums_rounded_to_nearest_stop_growing(seed):
+    """What E4M3 alone keeps of the same constant gradient: the sum stops at 16 times its increment."""
+    gradient = torch.randn(WIDTH, WIDTH)
+    total = cast(gradient, E4M3)
+    for _ in range(319):
+        total = cast(uncast(total) + gradient, E4M3)
+    kept = float((uncast(total) * gradient).sum() / gradient.square().sum() / 320)
+    assert kept < 0.5
 
 
 def accumulates_noise(seed: int):
