@@ -31,6 +31,7 @@ from octavo.data.corpus import write_manifest
 from octavo.data.tokenizers import Tokenizer, load_tokenizer
 from octavo.prepare import stages
 from octavo.prepare.config import PrepareConfig, changes
+from octavo.prepare.contamination import build_index
 from octavo.prepare.executor import LocalExecutor, StageMonitor, Workers, only_run
 from octavo.prepare.readers import Source, SourceReader, nothing_read
 from octavo.prepare.report import counts_by_source, write_report
@@ -153,8 +154,6 @@ class _Run:
         tasks = Path(settings.tasks).expanduser()
         index = self.work / f"contamination-{_digest([_fingerprint([tasks]), settings.words])}"
         if not index.exists():
-            from octavo.prepare.contamination import build_index
-
             partial = index.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             build_index(tasks, partial, settings.words)
@@ -259,12 +258,12 @@ class _Run:
             lambda f: stages.write_shards(pieces, f, shards, places, tokenizer, held_out),
             outputs=[shards],
         )
-        if tokenizer != "byte":
+        copy = self.out / "tokenizer.json"
+        if tokenizer == "byte":
+            copy.unlink(missing_ok=True)
+        else:
             path = Path(tokenizer)
-            _write(
-                self.out / "tokenizer.json",
-                (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8"),
-            )
+            _write(copy, (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8"))
         self._manifest(load_tokenizer(tokenizer))
 
     def _manifest(self, tokenizer: Tokenizer) -> None:

@@ -16,11 +16,15 @@ from datatrove.pipeline.dedup.minhash import MinhashDedupBuckets, MinhashDedupFi
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 
+from octavo.prepare.classifier import ClassifierFilter
 from octavo.prepare.code import CodeFilter, CodeRules
 from octavo.prepare.config import DedupConfig, FilterConfig
+from octavo.prepare.contamination import ContaminationFilter
 from octavo.prepare.dedup import Resolve, Signatures, minhash_config
 from octavo.prepare.executor import Counting
 from octavo.prepare.language import LanguageFilter
+from octavo.prepare.perplexity import PerplexityFilter
+from octavo.prepare.personal import PersonalDataFormatter
 from octavo.prepare.quality import QUALITY_RULES, QualityFilter, QualityRules
 from octavo.prepare.readers import SourceReader
 from octavo.prepare.repetition import REPETITION_RULES, RepetitionFilter, RepetitionRules
@@ -58,15 +62,10 @@ def filters_of_kind(filters: FilterConfig, kind: str, tally: Tally | None = None
     if filters.code and kind == "code":
         steps.append(CodeFilter(_rules(CodeRules(), filters.code_rules), tally))
     if filters.models is not None:
-        from octavo.prepare.classifier import ClassifierFilter
-        from octavo.prepare.perplexity import PerplexityFilter
-
         models = Path(filters.models).expanduser()
         steps.append(PerplexityFilter(models / PERPLEXITY, filters.perplexity_quantile, exclusion_writer=tally))
         steps.append(ClassifierFilter(models / CLASSIFIER, filters.classifier_quantile, exclusion_writer=tally))
     if filters.personal:
-        from octavo.prepare.personal import PersonalDataFormatter
-
         steps.append(PersonalDataFormatter())
     return steps
 
@@ -115,8 +114,6 @@ def select(pieces: Sequence[Piece], folder: Path, removed: Path | None, contamin
         steps.append(Excerpts(removed / "clusters.json", folder / "excerpts"))
         steps.append(MinhashDedupFilter(str(removed), exclusion_writer=tally, lines_to_buffer=LINES))
     if contamination is not None:
-        from octavo.prepare.contamination import ContaminationFilter
-
         steps.append(ContaminationFilter(contamination, exclusion_writer=tally))
     return [*steps, _writer(folder), tally, Counting(folder / "progress")]
 
