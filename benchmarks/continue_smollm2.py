@@ -1,0 +1,114 @@
+"""FP8 on weights that others trained: continues a checkpoint, such as SmolLM2-135M, on given text in BF16, O1 and O2.
+
+Weights trained for trillions of tokens have outliers that fresh ones lack, and SmolLM2's width of 576 is no multiple of 128. All runs
+share data, seed and hyper-parameters. Two tables come out: `loss.csv` (recipe, step, loss, grad_norm, skipped, val_loss) and
+`casts.csv` (recipe, step, layer group, kind of cast, share of saturated and of flushed values), and the last validation losses
+are printed with their distance from BF16's.
+
+    python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 1500 --out runs/smollm2
+    python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 3 --seq-len 128 --micro-batch 1   # on a CPU
+
+`docs/huggingface.md` says how to get the checkpoint. Runs that were interrupted go on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import Any
+
+from octavo.settings import override
+from octavo.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from octavo.train.metrics import read_metrics
+from octavo.train.trainer import Trainer
+
+LOSS = ("recipe", "step", "loss", "grad_norm", "skipped", "val_loss")
+CASTS = ("recipe", "step", "group", "kind", "saturated", "flushed")
+
+
+def run_config(arguments: argparse.Namespace) -> TrainConfig:
+    """The run, but for its recipe: AdamW at a tenth of a pre-training rate, in BF16 outside of the products."""
+    steps = arguments.steps
+    return TrainConfig(
+        name="continue",
+        model=ModelConfig.from_checkpoint(arguments.model),
+        data=DataConfig(
+            path=arguments.text,
+            seq_len=arguments.seq_len,
+            micro_batch=arguments.micro_batch,
+            val_fraction=0.02,
+            cache=f"{arguments.out}/cache",
+        ),
+        optim=OptimConfig(lr=1e-4, warmup_steps=min(100, steps // 10)),
+        train=LoopConfig(steps=steps, eval_every=max(1, steps // 10), eval_batches=20),
+        checkpoint=CheckpointConfig(every=max(1, steps // 4), keep=1),
+        log=LogConfig(every=max(1, min(10, steps // 10)), stats_every=max(1, steps // 10), tensorboard=False),
+    )
+
+
+def tables(recipe: str, records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of both tables from a run's metrics."""
+    losses: dict[int, dict[str, Any]] = {}
+    casts = []
+    for record in records:
+        step = record["step"]
+        row = {key: record[key] for key in LOSS if key in record}
+        if len(row) > 1:
+            losses.setdefault(step, {"recipe": recipe, "step": step}).update(row)
+        for name, shares in record.get("casts", {}).items():
+            group, _, kind = name.rpartition("/")
+            casts.append({"recipe": recipe, "step": step, "group": group, "kind": kind, **shares})
+    return list(losses.values()), casts
+
+
+def write(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Continue a checkpoint in BF16, O1 and O2.")
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face checkpoint, or a .gguf file")
+    parser.add_argument("--text", required=True, help="text file or folder, or a prepared corpus")
+    parser.add_argument("--out", default="runs/continue")
+    parser.add_argument("--recipes", default="bf16,O1,O2")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="as for octavo train")
+    arguments = parser.parse_args()
+    losses: list[dict[str, Any]] = []
+    casts: list[dict[str, Any]] = []
+    final: dict[str, float] = {}
+    for recipe in arguments.recipes.split(","):
+        sets = [*arguments.set, f"recipe={recipe}", f"out={arguments.out}/{recipe}"]
+        trainer = Trainer(override(run_config(arguments), sets), resume=True)
+        trainer.run()
+        rows, counted = tables(recipe, read_metrics(trainer.folder / "metrics.jsonl"))
+        losses, casts = losses + rows, casts + counted
+        final[recipe] = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
+        write(Path(arguments.out) / "loss.csv", LOSS, losses)
+        write(Path(arguments.out) / "casts.csv", CASTS, casts)
+    base = final.get("bf16")
+    for recipe, loss in final.items():
+        print(f"{recipe:8s} validation loss {loss:.4f}" + (f" ({loss / base - 1:+.2%})" if base else ""))
+    worst = max(casts, key=lambda row: row["saturated"], default=None)
+    flushed = max(casts, key=lambda row: row["flushed"], default=None)
+    if worst is not None and flushed is not None:
+        print(f"most saturated: {worst['saturated']:.2e} of {worst['group']}/{worst['kind']} in {worst['recipe']}")
+        print(f"most flushed:   {flushed['flushed']:.2e} of {flushed['group']}/{flushed['kind']} in {flushed['recipe']}")
+
+
+if __name__ == "__main__":
+    main()
