@@ -57,7 +57,14 @@ class RepetitionRules:
 
 REPETITION_RULES: dict[str, RepetitionRules] = {
     "prose": RepetitionRules(),
-    "dialogue": RepetitionRules(),
+    # a turn takes up what an earlier one said: drafts, corrected code, lists that grow
+    "dialogue": RepetitionRules(
+        duplicate_paragraphs=0.5,
+        duplicate_paragraph_characters=0.4,
+        duplicate_lines=0.5,
+        duplicate_line_characters=0.4,
+        duplicate_ngrams=((5, 0.50), (10, 0.40)),
+    ),
     # tables and entries share their form: short lines and formulas come back without being noise
     "reference": RepetitionRules(
         duplicate_lines=0.5,
