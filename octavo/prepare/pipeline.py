@@ -18,12 +18,9 @@ without `corpus.json` is no corpus yet.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +29,16 @@ from octavo.data.tokenizers import Tokenizer, load_tokenizer
 from octavo.prepare import stages
 from octavo.prepare.config import PrepareConfig, changes
 from octavo.prepare.contamination import build_index
-from octavo.prepare.executor import LocalExecutor, StageMonitor, Workers, only_run
+from octavo.prepare.executor import LocalExecutor, Workers, only_run
 from octavo.prepare.readers import Source, SourceReader, nothing_read
 from octavo.prepare.report import counts_by_source, write_report
+from octavo.prepare.runner import Executor, StageRunner, digest, fingerprint, write_whole
 from octavo.prepare.tally import read_counts
 from octavo.prepare.tokenize import SPLITS, sample_shares
 from octavo.settings import to_dict
 
-POLL = 2.0
-"""Seconds between looks at tasks that run elsewhere."""
-FORMAT = 1
-"""Raised when a stage writes other things from the same settings."""
 NOT_CONTENT = ("workers", "out", "cache")
 """Settings that change nothing in the corpus."""
-
-Executor = Callable[..., Any]
-"""Called with pipeline, tasks, workers, logging_dir; what it returns has `run()` and `get_incomplete_ranks()`, as datatrove's do."""
 
 
 def prepare(config: PrepareConfig, executor: Executor | None = None) -> Path:
@@ -93,7 +84,9 @@ def _refuse_foreign(out: Path, config: PrepareConfig) -> None:
     saved = out / "work" / "config.json"
     if not saved.exists():
         if out.exists() and any(path.name != "work" for path in out.iterdir()):
-            raise ValueError(f"{out} is not empty and holds no corpus of octavo: give an empty or new folder as out")
+            raise ValueError(
+                f"{out} is not empty and has no work/config.json of a corpus: give an empty or new folder as out"
+            )
         return
     differences = changes(json.loads(saved.read_text()), content(config))
     if differences and not (out / "corpus.json").exists():
@@ -107,17 +100,15 @@ class _Run:
     """One run through the stages."""
 
     def __init__(self, config: PrepareConfig, out: Path, work: Path, executor: Executor) -> None:
-        self.config, self.out, self.work, self.executor = config, out, work, executor
-        self.keys: dict[str, str] = {}
+        self.config, self.out, self.work = config, out, work
+        self.stages = StageRunner(work, out / "corpus.json", executor, config.processes)
 
     def all(self) -> Path:
         readers = {name: self._reader(name) for name in self.config.sources}
-        for name in readers:
-            stages.filters_of_kind(
-                self.config.filters_of(name), self.config.sources[name].kind
-            )  # sees wrong rules at once
+        for name, source in self.config.sources.items():  # wrong rules are seen before anything is written
+            stages.filters_of_kind(self.config.filters_of(name), source.kind)
         index = self._contamination()
-        _write(self.work / "config.json", content(self.config))
+        write_whole(self.work / "config.json", json.dumps(content(self.config), indent=1))
         for name, reader in readers.items():
             self._read(name, reader)
         read = [piece for name in readers for piece in stages.pieces_of_source(name, self.work / f"read-{name}")]
@@ -125,7 +116,7 @@ class _Run:
         self._select(read, removed, index)
         selected = stages.pieces_of_stage(self.work / "select")
         self._tokens(selected, self._tokenizer(selected))
-        self._clear()
+        self.stages.clear()
         write_report(self.config, self.out, self.work)
         return self.out
 
@@ -152,13 +143,13 @@ class _Run:
         if settings.tasks is None:
             return None
         tasks = Path(settings.tasks).expanduser()
-        index = self.work / f"contamination-{_digest([_fingerprint([tasks]), settings.words])}"
+        index = self.work / f"contamination-{digest([fingerprint([tasks]), settings.words])}"
         if not index.exists():
             partial = index.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             build_index(tasks, partial, settings.words)
             partial.rename(index)
-        self.keys["contamination"] = index.name
+        self.stages.keys["contamination"] = index.name
         return index
 
     def _read(self, name: str, reader: SourceReader) -> None:
@@ -167,12 +158,12 @@ class _Run:
         depends = {
             "source": {k: v for k, v in to_dict(settings).items() if k not in ("weight", "max_epochs", "filters")},
             "filters": to_dict(filters),
-            "models": _fingerprint(models),
-            "inputs": _fingerprint(_inputs(reader)),
+            "models": fingerprint(models),
+            "inputs": fingerprint(_inputs(reader)),
             "tasks": self.config.tasks,
         }
         stage = f"read-{name}"
-        self._stage(
+        self.stages.run(
             stage,
             f"read {name}",
             depends,
@@ -197,9 +188,9 @@ class _Run:
         settings = {"words": dedup.words, "bands": dedup.bands, "rows": dedup.rows, "order": list(order)}
         signed, matched = self.work / "sign", self.work / "match"
         read = [f"read-{name}" for name in order]
-        self._stage("sign", "sign", settings, read, len(pieces), lambda f: stages.sign(pieces, f, dedup))
-        self._stage("match", "match", {}, ["sign"], dedup.bands, lambda f: stages.match(signed, f, dedup))
-        self._stage(
+        self.stages.run("sign", "sign", settings, read, len(pieces), lambda f: stages.sign(pieces, f, dedup))
+        self.stages.run("match", "match", {}, ["sign"], dedup.bands, lambda f: stages.match(signed, f, dedup))
+        self.stages.run(
             "resolve",
             "resolve near-duplicates",
             {"threshold": dedup.threshold},
@@ -212,7 +203,7 @@ class _Run:
     def _select(self, pieces: Sequence[stages.Piece], removed: Path | None, index: Path | None) -> None:
         needs = ["resolve"] if removed is not None else [f"read-{name}" for name in self.config.sources]
         needs += ["contamination"] if index is not None else []
-        self._stage("select", "select", {}, needs, len(pieces), lambda f: stages.select(pieces, f, removed, index))
+        self.stages.run("select", "select", {}, needs, len(pieces), lambda f: stages.select(pieces, f, removed, index))
         counts = counts_by_source(self.work / "select")
         for name in self.config.sources:
             if not counts[name].kept.documents:
@@ -225,16 +216,16 @@ class _Run:
         settings = self.config.tokenizer
         if settings.path is not None:
             name = settings.path if settings.path == "byte" else str(Path(settings.path).expanduser())
-            self.keys["tokenizer"] = load_tokenizer(name).name
+            self.stages.keys["tokenizer"] = load_tokenizer(name).name
             return name
         weights = {name: source.weight for name, source in self.config.sources.items()}
         sizes = {name: counts.kept.bytes for name, counts in counts_by_source(self.work / "select").items()}
         shares = sample_shares(weights, sizes, settings.sample_bytes)
-        self._stage(
+        self.stages.run(
             "sample", "sample", {"shares": shares}, ["select"], len(pieces), lambda f: stages.sample(pieces, f, shares)
         )
         sampled = stages.pieces_of_stage(self.work / "sample")
-        self._stage(
+        self.stages.run(
             "tokenizer",
             "train tokenizer",
             {"vocab_size": settings.vocab_size},
@@ -249,7 +240,7 @@ class _Run:
         places: list[tuple[str, int]] = []
         for source, _ in pieces:
             places.append((source, sum(other == source for other, _ in places)))
-        self._stage(
+        self.stages.run(
             "tokens",
             "write tokens",
             {"validation": held_out},
@@ -263,7 +254,7 @@ class _Run:
             copy.unlink(missing_ok=True)
         else:
             path = Path(tokenizer)
-            _write(copy, (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+            write_whole(copy, (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8"))
         self._manifest(load_tokenizer(tokenizer))
 
     def _manifest(self, tokenizer: Tokenizer) -> None:
@@ -283,80 +274,9 @@ class _Run:
                 )
         write_manifest(self.out, tokenizer, sources)
 
-    # --- how a stage is run
-
-    def _stage(
-        self,
-        name: str,
-        title: str,
-        settings: dict[str, Any],
-        needs: Sequence[str],
-        tasks: int,
-        pipeline: Callable[[Path], list[Any]],
-        outputs: Sequence[Path] = (),
-    ) -> None:
-        """Runs a stage's unfinished tasks; all of them if its key has changed. `outputs`: what it writes outside of its folder."""
-        folder = self.work / name
-        key = _digest([FORMAT, name, settings, tasks, [self.keys[need] for need in needs]])
-        self.keys[name] = key
-        saved = folder / "key.json"
-        if not saved.exists() or json.loads(saved.read_text()) != key:
-            (self.out / "corpus.json").unlink(missing_ok=True)  # from here on the folder is unfinished
-            saved.unlink(missing_ok=True)
-            for path in (*outputs, folder):
-                if path.exists():
-                    shutil.rmtree(path)
-            folder.mkdir()
-            _write(saved, key)
-        executor = self.executor(
-            pipeline=pipeline(folder),
-            tasks=tasks,
-            workers=self.config.processes,
-            logging_dir=str((folder / "log").absolute()),
-        )
-        if not executor.get_incomplete_ranks(skip_completed=True):
-            print(f"{title:<24} done before", flush=True)
-            return
-        (self.out / "corpus.json").unlink(missing_ok=True)
-        with StageMonitor(title, folder, tasks):
-            executor.run()
-            while executor.get_incomplete_ranks(skip_completed=True):  # executors of clusters may return at once
-                time.sleep(POLL)
-
-    def _clear(self) -> None:
-        """Removes the folders of stages that the config no longer has."""
-        used = {*self.keys, self.keys.get("contamination")}
-        for folder in self.work.iterdir():
-            if folder.is_dir() and folder.name not in used:
-                shutil.rmtree(folder)
-
 
 def _inputs(reader: SourceReader) -> list[Path]:
     return sorted({Path(unit.path) for unit in reader.units})
-
-
-def _fingerprint(paths: Sequence[Path]) -> str:
-    """Names, sizes and times of files and of the files below folders."""
-    found = []
-    for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                status = file.stat()
-                found.append([str(file), status.st_size, status.st_mtime_ns])
-    return _digest(found)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _write(path: Path, value: Any) -> None:
-    """Writes text, or a value as JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(value if isinstance(value, str) and path.name != "key.json" else json.dumps(value, indent=1))
-    with partial.open() as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _listed(counts: dict[str, int]) -> str:
