@@ -22,9 +22,12 @@ from octavo.kernels.dispatch import backend
 from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
 from octavo.kernels.reference.adamw import Operands
 from octavo.kernels.reference.cast import scale_shape
+from octavo.kernels.reference.magnitudes import Values
 
 __all__ = [
     "ALIGN",
+    "Operands",
+    "Values",
     "adamw",
     "adamw_scalars",
     "amax",
@@ -32,6 +35,7 @@ __all__ = [
     "cast_residual",
     "cast_transpose",
     "cast_transpose_amax",
+    "magnitudes",
     "make_key",
     "merge_e4m11",
     "pad_codes",
@@ -204,6 +208,11 @@ def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch
 def adamw(operands: Sequence[Operands], *args, **kwargs) -> None:
     """One AdamW step of many parameters, in place: see `octavo.kernels.reference.adamw`. Not for compiled regions."""
     backend(operands[0].param).adamw(operands, *args, **kwargs)
+
+
+def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:
+    """(max |values| FP32 [n], Σ values² FP64 [n]) of n tensors: see `octavo.kernels.reference.magnitudes`. Not for compiled regions."""
+    return backend(tensors[0].values).magnitudes(tensors)
 
 
 def _check_block(x: Tensor, block: int | None) -> None:

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from octavo import kernels
 from octavo.kernels.reference.adamw import Operands, Scalars, UpdateFormats
+from octavo.kernels.reference.magnitudes import Values
 from octavo.linear import drop_weight_cache
 from octavo.optim.checks import check_group, check_loadable, warn_of_lost_updates
 from octavo.optim.state import Slot, describe, gradient, initial_state, seal, unseal, update_formats
@@ -179,7 +180,7 @@ class AdamW(torch.optim.Optimizer):
             torch.stack([scale for slot in slots for scale in slot.scales(bucket.formats, one)]).view(-1, 3),
             maxima,
             torch.stack([one if slot.grad_scale is None else slot.grad_scale for slot in slots]),
-            torch.stack([kernels.amax(slot.grad) for slot in slots]),
+            kernels.magnitudes([Values(slot.grad) for slot in slots])[0],
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],

@@ -6,13 +6,14 @@ touched, nothing is rounded, and a clipped gradient still updates exactly as the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from octavo import kernels
+from octavo.kernels.reference.magnitudes import Values
 from octavo.tensor import ScaledTensor
 
 CHUNK = 2**22
@@ -33,7 +34,7 @@ def clip_grad_norm_(params: Tensor | Iterable[Tensor], max_norm: float, norm_typ
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     device = grads[0].device
-    norms = torch.stack([gradient_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads])
+    norms = torch.cat([norms.to(device, non_blocking=True) for norms in gradient_norms(grads, norm_type)])
     norm = torch.linalg.vector_norm(norms, norm_type)
     factor = clip_factor(norm, max_norm)
     for grad in grads:
@@ -49,19 +50,38 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 def scale_gradient(grad: Tensor, factor: Tensor, positive: bool) -> None:
     """grad · factor (FP32, 0-d) in place; a ScaledTensor changes its scale alone if the caller knows that the factor is positive."""
     if isinstance(grad, ScaledTensor) and positive:
-        grad._storage.divide_scale(factor)  # (`mul_` has to pass over the codes, as it cannot know that the factor is positive)
+        grad._storage.divide_scale(
+            factor
+        )  # (`mul_` has to pass over the codes, as it cannot know that the factor is positive)
         increment_version(grad)
     else:
         grad.mul_(factor)
 
 
-def gradient_norm(grad: Tensor, norm_type: float = 2.0) -> Tensor:
-    """The norm of one gradient, FP64, 0-d."""
+def gradient_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
+    """The norms of gradients, FP64: one 1-d tensor for each device; their order is not that of the gradients."""
+    by_device: dict[torch.device, list[tuple[Values, Tensor | None]]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(_parts(grad))
+    result = []
+    for device, parts in by_device.items():
+        values, scales = zip(*parts, strict=True)
+        if norm_type == 2:
+            norms = kernels.magnitudes(values)[1].sqrt()
+        else:
+            norms = torch.stack([_chunked_norm(*one, norm_type) for one in values])
+        one = torch.ones((), device=device)
+        result.append(norms / torch.stack([one if scale is None else scale for scale in scales]).double())
+    return result
+
+
+def _parts(grad: Tensor) -> tuple[Values, Tensor | None]:
+    """(values or codes, scale) of a gradient."""
     if not isinstance(grad, ScaledTensor):
-        return _chunked_norm(grad, None, norm_type)
+        return Values(grad), None
     if grad.block is not None:
-        return _chunked_norm(grad.dequantize(torch.float32), None, norm_type)
-    return _chunked_norm(grad.codes, grad.residual, norm_type) / grad.scale.double()
+        return Values(grad.dequantize(torch.float32)), None
+    return Values(grad.codes, grad.residual), grad.scale
 
 
 def _chunked_norm(values: Tensor, residual: Tensor | None, norm_type: float) -> Tensor:
@@ -74,5 +94,9 @@ def _chunked_norm(values: Tensor, residual: Tensor | None, norm_type: float) -> 
             chunk = kernels.uncast(chunk, one)
         elif residual is not None:
             chunk = kernels.uncast_residual(chunk, residual.reshape(-1)[start : start + CHUNK], one)
-        parts.append(torch.linalg.vector_norm(chunk.double(), norm_type) if chunk.numel() else torch.zeros_like(one, dtype=torch.float64))
+        parts.append(
+            torch.linalg.vector_norm(chunk.double(), norm_type)
+            if chunk.numel()
+            else torch.zeros_like(one, dtype=torch.float64)
+        )
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)

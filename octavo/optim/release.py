@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from octavo.formats import FP32
 from octavo.optim.adamw import AdamW
-from octavo.optim.clip import clip_factor, gradient_norm, scale_gradient
+from octavo.optim.clip import clip_factor, gradient_norms, scale_gradient
 
 Rule = Literal["partial", "two_pass"]
 NORM = "grad_norm"
@@ -173,7 +173,7 @@ class GradientRelease:
             raise RuntimeError("gradients of this model are released: call GradientRelease.step(loss) instead of loss.backward()")
         if param not in self._place:
             raise RuntimeError(f"a parameter {tuple(param.shape)} has left the optimizer: remove() the gradient release first")
-        norm = gradient_norm(grad)
+        norm = gradient_norms([grad])[0][0]
         self._norms[param] = norm
         if self._pass == "update":
             self._ok = self._ok.to(norm.device, non_blocking=True) & norm.isfinite()

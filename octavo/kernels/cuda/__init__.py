@@ -6,6 +6,7 @@ The same names and arguments as `octavo.kernels.reference`, and the same bits, b
 from octavo.kernels.cuda.adamw import adamw
 from octavo.kernels.cuda.cast import amax, cast, scale_from_amax, uncast
 from octavo.kernels.cuda.gemm import scaled_mm_nt
+from octavo.kernels.cuda.magnitudes import magnitudes
 from octavo.kernels.cuda.residual import cast_residual, uncast_residual
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
 
@@ -16,6 +17,7 @@ __all__ = [
     "cast_residual",
     "cast_transpose",
     "cast_transpose_amax",
+    "magnitudes",
     "scale_from_amax",
     "scaled_mm_nt",
     "transpose_codes",

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cuda.launch import on_device
-from octavo.kernels.cuda.numerics import GOLDEN, mix, random_bits, round_finite_stochastic
-from octavo.kernels.cuda.tables import CHUNK, TRITON_DTYPES, aligned, chunk_table, tail_table, upload
+from octavo.kernels.cuda.numerics import GOLDEN, merge_e4m11, mix, random_bits, round_finite_stochastic
+from octavo.kernels.cuda.tables import CHUNK, TRITON_DTYPES, aligned, chunk_table, pointer, tail_table, upload
 from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_DENOMINATOR, Operands, Scalars, UpdateFormats
 
 TILE = 1024
@@ -132,13 +132,13 @@ def _adamw(
     tensor = tl.load(chunks_ptr + 2 * tl.program_id(0))
     chunk = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1)
     table_ptr += tensor.to(tl.int64) * WIDTH
-    param_ptr = _pointer(table_ptr, 0, P_DTYPE, ALIGNED)
-    grad_ptr = _pointer(table_ptr, 1, G_DTYPE, ALIGNED)
-    residual_ptr = _pointer(table_ptr, 2, tl.int8, ALIGNED)
-    exp_avg_ptr = _pointer(table_ptr, 3, M_DTYPE, ALIGNED)
-    exp_avg_sq_ptr = _pointer(table_ptr, 4, V_DTYPE, ALIGNED)
-    exp_avg_scales_ptr = _pointer(table_ptr, 5, tl.float32, ALIGNED)
-    exp_avg_sq_scales_ptr = _pointer(table_ptr, 6, tl.float32, ALIGNED)
+    param_ptr = pointer(table_ptr, 0, P_DTYPE, ALIGNED)
+    grad_ptr = pointer(table_ptr, 1, G_DTYPE, ALIGNED)
+    residual_ptr = pointer(table_ptr, 2, tl.int8, ALIGNED)
+    exp_avg_ptr = pointer(table_ptr, 3, M_DTYPE, ALIGNED)
+    exp_avg_sq_ptr = pointer(table_ptr, 4, V_DTYPE, ALIGNED)
+    exp_avg_scales_ptr = pointer(table_ptr, 5, tl.float32, ALIGNED)
+    exp_avg_sq_scales_ptr = pointer(table_ptr, 6, tl.float32, ALIGNED)
     numel = tl.load(table_ptr + 7)
     offset = tl.load(table_ptr + 8)
     key = tl.load(keys_ptr + tensor)
@@ -175,7 +175,7 @@ def _adamw(
 
         p = _load(param_ptr + index, mask, MASKED).to(tl.float32) * param_factor
         if RESIDUAL:
-            g = _merge_e4m11(_load(grad_ptr + index, mask, MASKED), _load(residual_ptr + index, mask, MASKED))
+            g = merge_e4m11(_load(grad_ptr + index, mask, MASKED), _load(residual_ptr + index, mask, MASKED))
         else:
             g = _load(grad_ptr + index, mask, MASKED).to(tl.float32)
         g = g * grad_factor
@@ -239,14 +239,6 @@ def _adamw(
 
 
 @triton.jit
-def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table_ptr + column).to(tl.pointer_type(dtype))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
 def _load(pointer, mask, MASKED: tl.constexpr):
     if MASKED:
         return tl.load(pointer, mask, other=0.0)
@@ -268,16 +260,6 @@ def _random_words(key, first, TILE: tl.constexpr, WIDE: tl.constexpr):
     if WIDE:
         return random_bits(first + lane, key)
     return mix(lane.to(tl.uint32) * GOLDEN + (first.to(tl.uint32) * GOLDEN + key.to(tl.uint32)))
-
-
-@triton.jit
-def _merge_e4m11(codes, residual):
-    """FP32 value of E4M11 words: E4M3 code and int8 low byte."""
-    bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
-    magnitude = ((bits & 0x7F) << 8) + residual.to(tl.int32)
-    normal = ((magnitude << 12) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2048, magnitude.to(tl.float32) * 7.62939453125e-06, normal)  # 2^-17
-    return tl.where(bits >= 128, value * -1.0, value)  # (0 - value would lose the sign of zero)
 
 
 @triton.jit

@@ -92,6 +92,16 @@ def _truncate(magnitude, word, DROP: tl.constexpr):
 
 
 @triton.jit
+def merge_e4m11(codes, residual):
+    """FP32 value of finite E4M11 words: E4M3 code and int8 low byte."""
+    bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+    magnitude = ((bits & 0x7F) << 8) + residual.to(tl.int32)
+    normal = ((magnitude << 12) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2048, magnitude.to(tl.float32) * 7.62939453125e-06, normal)  # 2^-17
+    return tl.where(bits >= 128, value * -1.0, value)  # (0 - value would lose the sign of zero)
+
+
+@triton.jit
 def magnitude_bits(x):
     """The bits of |x| as int32, ordered like |x| with NaN above infinity: an integer maximum of them propagates NaN."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF

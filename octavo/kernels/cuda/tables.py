@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -39,10 +40,16 @@ def upload(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.devic
 @lru_cache(maxsize=256)
 def chunk_table(numels: tuple[int, ...], tile: int, device: torch.device) -> Tensor:
     """int32 [chunks, 2] on `device`: tensor, and number of a chunk in it, of the whole tiles of all tensors in order."""
-    counts = -(-(np.asarray(numels, dtype=np.int64) // tile * tile) // CHUNK)
+    counts = _counts(numels, tile)
     tensors = np.repeat(np.arange(len(numels), dtype=np.int64), counts)
     first = np.cumsum(counts) - counts
     return _pairs(tensors, np.arange(counts.sum(), dtype=np.int64) - first[tensors], device)
+
+
+@lru_cache(maxsize=256)
+def chunk_starts(numels: tuple[int, ...], tile: int, device: torch.device) -> Tensor:
+    """int32 [tensors + 1] on `device`: where the chunks of each tensor begin in `chunk_table`, and where the last ends."""
+    return torch.from_numpy(np.append(0, np.cumsum(_counts(numels, tile))).astype(np.int32)).to(device)
 
 
 @lru_cache(maxsize=256)
@@ -53,6 +60,11 @@ def tail_table(numels: tuple[int, ...], tile: int, device: torch.device) -> Tens
     return _pairs(tensors, sizes[tensors] // tile, device)
 
 
+def _counts(numels: tuple[int, ...], tile: int) -> np.ndarray:
+    """Chunks of the whole tiles of each tensor."""
+    return -(-(np.asarray(numels, dtype=np.int64) // tile * tile) // CHUNK)
+
+
 def _pairs(tensors: np.ndarray, parts: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.stack([tensors, parts], 1).astype(np.int32)).to(device)
 
@@ -60,3 +72,12 @@ def _pairs(tensors: np.ndarray, parts: np.ndarray, device: torch.device) -> Tens
 def aligned(tensors: Sequence[Tensor | None]) -> bool:
     """Whether all begin at a multiple of 16 bytes, as every allocation does, and a view need not."""
     return all(tensor is None or tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+@triton.jit
+def pointer(row_ptr, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer in a column of a row of a table."""
+    address = tl.load(row_ptr + column).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address

@@ -14,6 +14,7 @@ from octavo.kernels.reference.cast import (
     uncast,
 )
 from octavo.kernels.reference.gemm import scaled_mm_nt
+from octavo.kernels.reference.magnitudes import magnitudes
 from octavo.kernels.reference.random import make_key, random_bits
 from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_e4m11, uncast_residual
 
@@ -26,6 +27,7 @@ __all__ = [
     "cast_residual",
     "cast_transpose",
     "cast_transpose_amax",
+    "magnitudes",
     "make_key",
     "merge_e4m11",
     "pad_codes",

@@ -133,6 +133,7 @@ def adamw(
 
 def _update(operands: Operands, s: Scalars, key: Tensor, amaxes: Tensor, formats: UpdateFormats) -> None:
     param, grad, residual, exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales, offset = operands
+
     def load(codes: Tensor, factor: Tensor, scales: Tensor | None, block: int | None, start: int) -> Tensor:
         codes = codes[start : start + CHUNK]
         if scales is None or block is None:
@@ -140,7 +141,13 @@ def _update(operands: Operands, s: Scalars, key: Tensor, amaxes: Tensor, formats
         return uncast(codes, scales[start // block : (start + CHUNK) // block], block=block)
 
     def store(
-        x: Tensor, codes: Tensor, scale: Tensor, scales: Tensor | None, block: int | None, start: int, word: Tensor | None
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        scales: Tensor | None,
+        block: int | None,
+        start: int,
+        word: Tensor | None,
     ) -> Tensor:
         fmt = Format.of(codes.dtype)
         if scales is not None and block is not None:
