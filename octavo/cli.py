@@ -6,6 +6,7 @@
     octavo export RUN OUT [--format fp8]                  a run as a Hugging Face checkpoint
     octavo presets                                        list the presets
     octavo prepare CONFIG [--set path=value]…             a corpus from sources: filters, no copies, token shards, a report
+    octavo reproduce fig7|sensitivity|mu                  experiments of the paper, its claims beside what is measured
     octavo doctor                                         what this machine can do
 
 Exit codes: 0 done, or stopped by SIGTERM or SIGINT after a checkpoint; 1 the run failed (arithmetic, disk); 2 the user asked for
@@ -134,6 +135,19 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from octavo.reproduce.entry import parser
+
+    chosen = parser().parse_args(["--help"] if arguments.help else arguments.rest)
+    try:
+        chosen.experiment(chosen)
+    except ValueError as error:
+        return _fail(2, error)
+    except (NumericsError, OSError, torch.OutOfMemoryError) as error:
+        return _fail(1, error)
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from octavo.doctor import main
 
@@ -230,6 +244,12 @@ def _parser() -> argparse.ArgumentParser:
         "--format", choices=("bf16", "fp8"), default="bf16", help="fp8: E4M3 weights with one scale each, for compressed-tensors"
     )
     export.set_defaults(run=_export)
+
+    # Its own parser reads the rest, so that nothing of the experiments is imported by other commands.
+    reproduce = commands.add_parser("reproduce", help="experiments of the paper", add_help=False)
+    reproduce.add_argument("-h", "--help", action="store_true")
+    reproduce.add_argument("rest", nargs=argparse.REMAINDER)
+    reproduce.set_defaults(run=_reproduce)
 
     presets = commands.add_parser("presets", help="list the presets", description="List the presets.")
     presets.set_defaults(run=_presets)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.train.plots import _running_mean, loss_curve, plot_losses, plot_memory
+from octavo.train.plots import _running_mean, loss_curve, plot_losses, plot_memory, plot_mu
 
 pytest.importorskip("matplotlib")
 
@@ -36,3 +36,16 @@ def test_one_point_is_a_curve(tmp_path: Path) -> None:
 
 def test_loss_curve_takes_training_records_only() -> None:
     assert loss_curve([{"step": 1, "loss": 2.0}, {"step": 1, "val_loss": 3.0}]) == [(1, 2.0)]
+
+
+def test_mu_is_drawn_and_missed(tmp_path: Path) -> None:
+    def entry(step: int) -> dict[str, float]:
+        return {"mu": 2.0**-step, "saturated": 0.0 if step % 2 else 1e-3, "floor_steps": 0}
+
+    records = [
+        {"step": step, "reduction": {f"blocks.{i}": entry(step) for i in range(min(step, 20))}} for step in range(1, 30)
+    ]
+    plot_mu(tmp_path / "mu.png", [{"step": 1, "loss": 3.0}, *records], "title")
+    assert (tmp_path / "mu.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no µ"):
+        plot_mu(tmp_path / "none.png", [{"step": 1, "loss": 3.0}], "title")

@@ -1,4 +1,4 @@
-"""The two figures of a comparison: loss curves with their difference, and bytes per parameter by kind.
+"""Figures of runs: loss curves with their difference, bytes per parameter by kind, µ of gradients over a run.
 
 Curves of runs that saw the same batches in the same order differ by much less than either varies from step to step, so the lower
 panel subtracts step by step before it smooths. matplotlib is imported when a figure is drawn.
@@ -6,6 +6,7 @@ panel subtracts step by step before it smooths. matplotlib is imported when a fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,7 @@ def plot_losses(
 
     `validation` gives the final validation loss of a curve, for the legend.
     """
-    pyplot = _pyplot()
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 6.4), sharex=True, height_ratios=(3, 1.5), layout="constrained"
-    )
+    figure, (top, bottom) = new_figure(2, 1, figsize=(8, 6.4), sharex=True, height_ratios=(3, 1.5))
     reference = _series(curves[baseline])
     window = max(1, len(reference) // 25)
     for (label, curve), colour in zip(curves.items(), _colours(len(curves)), strict=True):
@@ -56,13 +54,12 @@ def plot_losses(
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def plot_memory(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> None:
     """Draw one stacked bar a recipe from `bars`: recipe → kind → resident bytes per parameter of a converted layer."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.75 * len(bars)), layout="constrained")
+    figure, axes = new_figure(1, 1, figsize=(8, 1.6 + 0.75 * len(bars)))
     kinds = list(dict.fromkeys(kind for kinds in bars.values() for kind in kinds))
     left = np.zeros(len(bars))
     for kind, colour in zip(kinds, COLOURS[1:], strict=False):
@@ -79,7 +76,36 @@ def plot_memory(path: Path, bars: Mapping[str, Mapping[str, float]], title: str)
     axes.set_title(title, fontsize=11)
     axes.legend(frameon=False, ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.28))
     axes.spines[["top", "right"]].set_visible(False)
-    _write(figure, path)
+    write_figure(figure, path)
+
+
+def plot_mu(path: Path, records: Sequence[Mapping[str, Any]], title: str) -> None:
+    """µ and the share of saturated sums of each tensor or group over a run, from the `reduction` of its metrics.
+
+    Raises `ValueError` if the records have none.
+    """
+    found = [(record["step"], record["reduction"]) for record in records if record.get("reduction")]
+    if not found:
+        raise ValueError("the metrics have no µ: it is recorded by runs on several ranks with FP8 gradients")
+    figure, (top, bottom) = new_figure(2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(2, 1))
+    steps = [step for step, _ in found]
+    for number, name in enumerate(found[-1][1]):
+        colour = COLOURS[number % len(COLOURS)]
+        for axes, key in ((top, "mu"), (bottom, "saturated")):
+            values = [entry.get(name, {}).get(key) for _, entry in found]
+            axes.plot(steps, [math.nan if v is None else v for v in values], color=colour, linewidth=1.2, label=name)
+    top.set_yscale("log", base=2)
+    bottom.set_yscale("symlog", linthresh=1e-6)
+    top.set_ylabel("µ")
+    bottom.set_ylabel("share of sums at\nthe largest code")
+    bottom.set_xlabel("optimizer step")
+    top.set_title(title, fontsize=10)
+    if len(found[-1][1]) <= 16:
+        top.legend(frameon=False, fontsize=7, ncols=2)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    write_figure(figure, path)
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float | None]]:
@@ -123,7 +149,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _write(figure: Any, path: Path) -> None:
+def new_figure(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+    """(figure, axes) of matplotlib's `subplots`. Raises `ValueError` if matplotlib is not installed."""
+    return _pyplot().subplots(rows, columns, layout="constrained", **options)
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Saves and closes the figure; makes the folder if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     _pyplot().close(figure)
