@@ -231,3 +231,15 @@ def test_loading_takes_the_memory_of_the_checkpoint_and_a_tenth(
     assert parameters * dtype.itemsize == pytest.approx(size, rel=0.01)
     assert peak <= 1.1 * size, f"{peak / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB"
     print(f"{dtype} {recipe or 'plain'}: peak {peak / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB")
+
+
+def test_a_model_in_bf16_keeps_its_rotary_frequencies(seed: int, tmp_path: Path) -> None:
+    """As `from_pretrained(dtype=bfloat16)` does, and `.to(bfloat16)` does not."""
+    from transformers import AutoModelForCausalLM
+
+    save("llama", tmp_path)
+    tokens = torch.randint(VOCAB, (1, 40))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = load_transformers(tmp_path, parameters=torch.bfloat16)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    assert torch.equal(ours(tokens), theirs(tokens).logits)

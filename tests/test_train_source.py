@@ -27,6 +27,7 @@ WAYS = ("decoder", "transformers")
 
 def source(folder: Path, name: str = "llama", **changes: object) -> Path:
     """A checkpoint with the byte tokenizer, in BF16."""
+    folder.mkdir(exist_ok=True)
     save(name, folder / "source", torch.bfloat16, **{"vocab_size": 257, **changes})
     write_tokenizer("byte", folder / "source")
     return folder / "source"
@@ -209,3 +210,16 @@ def test_from_is_first_and_clears_the_architecture() -> None:
         override(tiny(), ["model.dim=none"])
     with pytest.raises(ValueError, match="checkpoint.*needs .*source.*copy it too|no checkpoint"):
         SavedRun.open("x")
+
+
+def test_what_an_unsaved_run_left_is_replaced(seed: int, tmp_path: Path) -> None:
+    """A run that was killed before its first checkpoint leaves its source behind, and the next one may begin from another."""
+    config = run_config(tmp_path, source(tmp_path), "train.steps=1")
+    Trainer(config).run()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    other = source(tmp_path / "other", "qwen2")
+    Trainer(override(config, [f"model.from={other}"])).run()
+    assert SavedRun.open(config.out).source.config["model_type"] == "qwen2"  # type: ignore[union-attr]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    Trainer(override(tiny(), [*small_settings(tmp_path), "train.steps=1"])).run()
+    assert not (tmp_path / "run" / "source").exists()

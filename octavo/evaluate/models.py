@@ -165,7 +165,7 @@ def _load_run(source: Source, recipe: Recipe | None, dtype: str, device: torch.d
 def _load_transformers(
     source: Source, recipe: Recipe, dtype: torch.dtype, device: torch.device, codec: Codec
 ) -> _Parts:
-    model = load_transformers(source.path).model.to(device, dtype).requires_grad_(False)
+    model = load_transformers(source.path, parameters=dtype).model.to(device).requires_grad_(False)
     forward = CausalLM(model, torch.float32)  # without autocast: the model itself is in `dtype`
     _check_vocabulary(source.path, codec.size, forward.vocab_size)
     convert(model, recipe)

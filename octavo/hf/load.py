@@ -172,11 +172,16 @@ def check_quantization(checkpoint: Checkpoint) -> None:
 
 
 def load_transformers(
-    source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, weights: bool = True
+    source: str | Path | Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    parameters: torch.dtype = torch.float32,
+    weights: bool = True,
 ) -> CausalLM:
-    """The model of transformers itself, with FP32 parameters, on the CPU; products compute in `dtype`.
+    """The model of transformers itself, its parameters in `parameters`, on the CPU; products compute in `dtype`.
 
-    Without `weights` it is built from config.json alone, to be filled by a checkpoint of octavo. Raises `ValueError` for an
+    For a model that is wholly in BF16 give `parameters`: `.to(torch.bfloat16)` would round its rotary frequencies, too. Without
+    `weights` it is built from config.json alone, to be filled by a checkpoint of octavo. Raises `ValueError` for an
     architecture that transformers does not know and for tensors as in `load_decoder`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
@@ -191,7 +196,7 @@ def load_transformers(
     if not weights:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        return CausalLM(library.AutoModelForCausalLM.from_config(config, dtype=torch.float32), dtype)
+        return CausalLM(library.AutoModelForCausalLM.from_config(config, dtype=parameters), dtype)
     check_quantization(checkpoint)
     _ = checkpoint.tensors  # which says what is wrong with the files better than the library does
     options: dict[str, Any] = {}
@@ -204,7 +209,7 @@ def load_transformers(
             )  # with which it says to de-quantise
             model, report = library.AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=torch.float32,
+                dtype=parameters,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,

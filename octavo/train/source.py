@@ -6,6 +6,7 @@ Both are copied into the run's folder when training starts, so that octavo's own
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -55,8 +56,14 @@ def open_source(config: TrainConfig, folder: Path, resumed: bool) -> Checkpoint 
 
 
 def save_source(folder: Path, source: Checkpoint | None, tokenizer: str | Path) -> None:
-    """Copies into `folder` what an export or a resumed run needs besides the weights: config, generation settings, tokenizer."""
-    if folder.is_dir() or (source is None and tokenizer == ByteTokenizer.name):
+    """Copies into `folder` what an export or a resumed run needs besides the weights: config, generation settings, tokenizer.
+
+    A resumed run reads from `folder` itself, which then stays; else it may hold what a run left that never saved a checkpoint.
+    """
+    if folder in (source.path if source is not None else None, Path(tokenizer).parent):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if source is None and tokenizer == ByteTokenizer.name:
         return
     folder.mkdir()
     if source is not None:
