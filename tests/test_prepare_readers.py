@@ -162,6 +162,14 @@ def test_split_covers_every_document(tmp_path, tasks):
     assert len({document.id for document in documents}) == len(documents)
 
 
+def test_links_to_files_elsewhere_are_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "elsewhere.txt").write_text("text")
+    (tmp_path / "data" / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
+    (tmp_path / "data" / "broken.txt").symlink_to(tmp_path / "nowhere.txt")
+    assert [document.text for document in read(Source("mix", paths=(str(tmp_path / "data"),)))] == ["text"]
+
+
 def test_long_documents_are_skipped_not_read(tmp_path):
     with (tmp_path / "long.txt").open("wb") as file:
         file.truncate(2 << 30)  # 2 GiB of holes: nothing on the disk

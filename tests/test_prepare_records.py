@@ -166,6 +166,18 @@ def test_no_format_holds_a_long_file_in_memory(tmp_path):
         assert peak < 8 << 20
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_compressed_data_that_grow_are_not_held_either(tmp_path, suffix):
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](b"a" * (64 << 20)))
+    tracemalloc.start()
+    items = short(read_records(path, "txt", None, 10_000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert items == [(0, "too_long")]
+    assert peak < 45 << 20
+
+
 def paragraphs(seed, count=300):
     rng = random.Random(seed)
     words = ["tree", "Größe", "a", "mountain", "of", "stones"]

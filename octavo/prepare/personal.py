@@ -93,9 +93,9 @@ def _scrub_emails(text: str) -> tuple[str, int]:
     at = text.find("@")
     while at >= 0:
         begin = max(done, at - LOCAL)
-        local = LOCAL_PART.search(text[begin:at])
         domain = DOMAIN.match(text, at + 1)
-        if local and domain and local.group() != "git" and not NOBODY.fullmatch(domain.group()):
+        local = LOCAL_PART.search(text[begin:at]) if domain else None
+        if domain and local and local.group() != "git" and not NOBODY.fullmatch(domain.group()):
             parts += [text[done : begin + local.start()], EMAIL]
             done = domain.end()
         at = text.find("@", at + 1)

@@ -53,7 +53,7 @@ class Source:
     kind: str = "prose"
     """One of `octavo.prepare.steps.KINDS`: decides which filters judge it, and by which rules."""
     paths: tuple[str, ...] = ()
-    """Files and folders."""
+    """Files and folders. Links to folders within them are not followed."""
     debian: tuple[str, ...] = ()
     """Debian packages, "name" or "name=version"."""
     pypi: tuple[str, ...] = ()
@@ -217,8 +217,13 @@ def _units_below(source: Source, place: Path, label: str) -> Iterator[Unit]:
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT and not name.startswith("."))
         for name in files:
             path = Path(parent, name)
-            if not name.startswith(".") and path.is_file() and not path.is_symlink():
+            if not name.startswith(".") and path.is_file() and not _repeats(path, place):
                 yield from _units_of(source, path, f"{label}/{path.relative_to(place).as_posix()}", given=False)
+
+
+def _repeats(path: Path, place: Path) -> bool:
+    """Whether a file is a link to another one of the same place."""
+    return path.is_symlink() and path.resolve().is_relative_to(place.resolve())
 
 
 def _units_of(source: Source, path: Path, name: str, given: bool) -> Iterator[Unit]:
