@@ -42,12 +42,12 @@ def reduce_in_one_bucket(grads: list[ScaledTensor], algorithm: str, factor: floa
     torch._foreach_copy_(layout.views(codes.view(torch.uint8)), [grad.codes.view(torch.uint8) for grad in grads])
     stored = torch.stack([grad.scale for grad in grads])
     amax = torch.stack([grad.codes.float().abs().amax() for grad in grads]) / stored
-    scales = local_scales(amax, torch.zeros(len(grads), dtype=torch.bool))
+    scales = local_scales(amax)
     group.all_reduce(scales, dist.ReduceOp.MIN, "scales")
-    shared, mu = shared_scales(scales), torch.full((len(grads),), factor)
-    codes = rescale(codes, None, layout.spread(shared.multiplier(mu) / stored))
+    multiplier = shared_scales(scales).scale * factor
+    codes = rescale(codes, None, layout.spread(multiplier / stored))
     gain = function(codes, layout, group)
-    scale = mean_scale(shared.scale, mu, gain, group.world)
+    scale = mean_scale(multiplier, gain, group.world)
     return [ScaledTensor(view.clone(), s.clone()) for view, s in zip(layout.views(codes), scale, strict=True)]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.distributed.codes import at_largest, exact_sum, rescale, ring_sum, row_amax
-from octavo.distributed.layout import ROW
+from octavo.distributed.codes import exact_sum, rescale, ring_sum, row_amax, share_at_largest
+from octavo.distributed.layout import ROW, Layout
 from octavo.formats import E4M3
 from octavo.kernels import cast_residual, uncast_residual
 
@@ -66,6 +66,14 @@ def test_nan_factor_makes_rows_nan(seed):
 
 
 def test_largest_codes_and_nan_are_counted():
-    row = torch.zeros(1, ROW)
-    row[0, :5] = torch.tensor([448.0, -448.0, 416.0, torch.nan, -416.0])
-    assert at_largest(row.to(E4M3.dtype)).tolist() == [3.0]
+    layout = Layout([torch.Size([10]), torch.Size([ROW + 6])], 1)
+    codes = torch.zeros(layout.rows, ROW)
+    codes[0, :5] = torch.tensor([448.0, -448.0, 416.0, torch.nan, -416.0])
+    codes[2, 3] = 448.0
+    torch.testing.assert_close(share_at_largest(codes.to(E4M3.dtype), layout), torch.tensor([0.3, 1 / (ROW + 6)]))
+
+
+def test_more_than_64_ranks_are_added_in_groups(seed):
+    codes = random_codes(130, 2, ROW)
+    groups = [codes[i : i + 64].double().sum(0).float() for i in (0, 64, 128)]
+    assert torch.equal(exact_sum(codes), groups[0] + groups[1] + groups[2])

@@ -43,7 +43,7 @@ def test_maximum_shows_nan_as_infinity():
 
 def test_spread_gives_every_row_the_value_of_its_tensor():
     layout = Layout([torch.Size([ROW + 1]), torch.Size([2])], 4)
-    assert layout.spread(torch.tensor([5.0, 9.0])).tolist() == [[5.0], [5.0], [9.0], [1.0]]
+    assert layout.spread(torch.tensor([5.0, 9.0])).tolist() == [[5.0], [5.0], [9.0], [9.0]]
 
 
 def test_a_bucket_of_nothing_has_rows_for_every_rank():

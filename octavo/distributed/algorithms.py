@@ -41,12 +41,12 @@ Algorithm = Callable[[Tensor, Layout, Ranks], Tensor]
 def fresh_cast(total: Tensor, amax: Tensor, layout: Layout, part: slice) -> tuple[Tensor, Tensor]:
     """(codes, gain): FP32 sums [rows of the part, ROW], cast with the largest power of two with which no sum saturates.
 
-    `amax` is the largest sum of each whole tensor, FP32 [T]; the codes of a tensor where it is not finite are NaN.
+    `amax` is the largest sum of each whole tensor, FP32 [T]; the codes of a tensor where it is infinite are NaN.
     """
     # Another gain, 448 / amax, rounds sums of few codes better (they lie half-way between two codes less often: 0.4 dB on 2 ranks, 0.1
     # on 4), but moves the codes of equal gradients all in one direction: their mean can be 2% too small, and here is exact.
     gain = kernels.scale_from_amax(amax, E4M3.max)
-    visible = torch.where(amax.isfinite(), gain, torch.nan)
+    visible = gain.masked_fill(amax == torch.inf, torch.nan)
     return kernels.cast(total, layout.spread(visible, part), E4M3.dtype, block=ROW), gain
 
 

@@ -81,7 +81,10 @@ class AutoScale:
                 f"threshold={threshold}, period={period}: a share in [0, 1) and at least one step are needed"
             )
         self.names, self.strategy, self.threshold, self.period = list(names), strategy, threshold, period
-        self.sums_exactly = sums_exactly
+        self.fp8_sums = not sums_exactly
+        """Whether sums can reach the largest code."""
+        self.moves = strategy == "auto" and self.fp8_sums
+        """Whether µ changes at all."""
         self.floor = lowest_mu(world)
         start = {"pre": 2.0 ** -math.ceil(math.log2(world)), "post": 1.0}.get(
             strategy, 1.0 if sums_exactly else world**-0.5
@@ -89,6 +92,7 @@ class AutoScale:
         count = len(self.names)
         self.mu = torch.full((count,), start, dtype=torch.float64, device=device)
         """FP64 [tensors]."""
+        self._fixed = power_of_two_below(self.mu)
         self.ratio = torch.zeros(count, dtype=torch.float32, device=device)
         """Share of values at the largest code in the last step."""
         self.floor_steps = torch.zeros(count, dtype=torch.int64, device=device)
@@ -96,14 +100,14 @@ class AutoScale:
 
     def factor(self, index: Tensor) -> Tensor:
         """What multiplies the codes of the tensors `index` (int64 [t]): powers of two, FP32 [t]."""
-        return power_of_two_below(self.mu[index])
+        return power_of_two_below(self.mu[index]) if self.moves else self._fixed[index]
 
     def update(self, index: Tensor, ratio: Tensor, usable: Tensor) -> None:
         """Ends a step of the tensors `index`: `ratio` FP32 [t], `usable` bool [t] is false where the sum is not finite."""
-        mu, steps = self.mu[index], self.floor_steps[index]
         self.ratio[index] = torch.where(usable, ratio, self.ratio[index])
-        if self.strategy != "auto":
+        if not self.moves:
             return
+        mu, steps = self.mu[index], self.floor_steps[index]
         new = next_mu(mu, ratio, threshold=self.threshold, period=self.period, floor=self.floor)
         self.mu[index] = torch.where(usable, new, mu)
         at_floor = torch.where(new <= self.floor, steps + 1, 0)
@@ -122,13 +126,15 @@ class AutoScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the tensors that `state` has, also from another number of ranks: µ is brought within the bounds of this one.
 
+        Where µ does not move nothing is restored.
+
         Raises `ValueError`, before anything changes, for a µ that is not positive.
         """
         for name, value in state.items():
             if name.endswith("/mu") and not float(value) > 0:
                 raise ValueError(f"the saved {name} is {float(value)}: it must be positive; the checkpoint is damaged")
-        for name, own in self.state_dict().items():
-            if name in state:
-                own.copy_(state[name])
-        if self.strategy == "auto":
+        if self.moves:
+            for name, own in self.state_dict().items():
+                if name in state:
+                    own.copy_(state[name])
             self.mu.clamp_(self.floor, CEILING)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.distributed.algorithms import SCALES, Algorithm, plain_mean
 from octavo.distributed.autoscale import AutoScale
-from octavo.distributed.codes import at_largest, rescale, row_amax
+from octavo.distributed.codes import rescale, row_amax, share_at_largest
 from octavo.distributed.collectives import Ranks
 from octavo.distributed.layout import ROW, Layout
 from octavo.distributed.samples import Sampler
@@ -57,7 +57,7 @@ class Bucket:
     kept: list[Tensor] = field(default_factory=list)
     """Memory that the reduction may still read."""
     present: Tensor | None = None
-    """Bool [members]: whether any rank has the gradient; known once it is reduced."""
+    """Bool [members]: whether any rank has the gradient; known once it is reduced, if a gradient is absent here."""
     finite: Tensor | None = None
     """Bool, 0-d: whether all gradients were finite on all ranks."""
 
@@ -173,29 +173,29 @@ class Reduction:
             ]
             torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
         stored = torch.stack([grad.scale for grad in grads])
-        absent = torch.zeros(len(grads), dtype=torch.bool, device=stored.device)
-        if any(bucket.absent):
-            absent.copy_(torch.tensor(bucket.absent), non_blocking=True)
+        absent = torch.tensor(bucket.absent).to(stored.device, non_blocking=True) if any(bucket.absent) else None
         scales = local_scales(layout.maximum(row_amax(codes)) / stored, absent)
         self.ranks.all_reduce(scales, dist.ReduceOp.MIN, SCALES)
         shared = shared_scales(scales)
-        factor = self.autoscale.factor(bucket.index)
+        multiplier = shared.scale * self.autoscale.factor(bucket.index)
         sampler, before = self.sampler, codes
         exact = None if sampler is None else sampler.exact_mean(codes, residual, stored, layout)
-        codes = rescale(codes, residual, layout.spread(shared.multiplier(factor) / stored))
+        codes = rescale(codes, residual, layout.spread(multiplier / stored))
         flushed = None if sampler is None else ((before.float() != 0) & (codes.float() == 0)).sum(-1)
         gain = algorithm(codes, layout, self.ranks)
-        ratio = layout.total(at_largest(codes)) / layout.numel.clamp(min=1)
-        scale = torch.where(shared.finite, mean_scale(shared.scale, factor, gain, self.ranks.world), 1.0)
+        scale = mean_scale(multiplier, gain, self.ranks.world)
+        ratio = None
+        if self.autoscale.fp8_sums:
+            ratio = share_at_largest(codes, layout)
+            self.autoscale.update(bucket.index, ratio, shared.finite & shared.present)
         if sampler is not None and exact is not None and flushed is not None:
-            sampler.add([member.name for member in bucket.members], layout, exact, codes, scale, flushed, ratio)
-        if self.autoscale.sums_exactly:
-            ratio = torch.zeros_like(ratio)  # the sum has a scale of its own: its largest codes have lost nothing
-        self.autoscale.update(bucket.index, ratio, shared.finite & shared.present)
+            names = [member.name for member in bucket.members]
+            sampler.add(names, layout, exact, codes, scale, flushed, ratio)
         torch._foreach_copy_([grad.codes.view(torch.uint8) for grad in grads], layout.views(codes.view(torch.uint8)))
         torch._foreach_copy_([grad.scale for grad in grads], list(scale.unbind()))
         bucket.drop_residuals()
-        bucket.present, bucket.finite = shared.present, shared.finite.all()
+        bucket.present = shared.present if any(bucket.absent) else None
+        bucket.finite = shared.finite.all()
 
     def _plain(self, bucket: Bucket) -> None:
         """Real values in their own format, or in the one that the algorithm names."""

@@ -1,7 +1,7 @@
 """Arithmetic on buckets of E4M3 codes ([rows, ROW]): maxima, changes of scale, sums. All of it on the device, in FP32.
 
 E4M3 codes of one scale are multiples of 2^-9 up to 448, 18 bits wide. FP32 therefore adds up to 64 of them without rounding, in
-any order; with more ranks the order is that of the ranks.
+any order; with more ranks, sums of 64 are added in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.distributed.layout import ROW
+from octavo.distributed.layout import ROW, Layout
 from octavo.formats import E4M3
 
 LARGEST_CODE = 0x7E
+EXACT_RANKS = 64
+"""Codes that FP32 adds without rounding."""
 
 
 def row_amax(codes: Tensor) -> Tensor:
@@ -36,12 +38,12 @@ def rescale(codes: Tensor, residual: Tensor | None, factor: Tensor) -> Tensor:
 
 
 def exact_sum(codes: Tensor) -> Tensor:
-    """Σ over dim 0 of codes [N, ...] in FP32, in the order of the ranks."""
-    one = torch.ones((), device=codes.device)
-    total = kernels.uncast(codes[0], one)
-    for part in codes[1:]:
-        total += kernels.uncast(part, one)
-    return total
+    """Σ over dim 0 of codes [N, ...] in FP32; exact for 64 ranks, and sums of 64 are added in the order of the ranks."""
+    values = kernels.uncast(codes, torch.ones((), device=codes.device), torch.bfloat16)  # exact
+    first, *others = (part.sum(0, dtype=torch.float32) for part in values.split(EXACT_RANKS))
+    for other in others:
+        first += other
+    return first
 
 
 def ring_sum(codes: Tensor, last: int) -> Tensor:
@@ -59,6 +61,7 @@ def ring_sum(codes: Tensor, last: int) -> Tensor:
     return total
 
 
-def at_largest(codes: Tensor) -> Tensor:
-    """How many codes of each row are ±448 or NaN: the values that reached the largest code. FP32 [rows]."""
-    return ((codes.view(torch.uint8) & 0x7F) >= LARGEST_CODE).sum(-1, dtype=torch.float32)
+def share_at_largest(codes: Tensor, layout: Layout) -> Tensor:
+    """The share of values of each tensor that reached the largest code (±448 or NaN), FP32 [T]: what feeds µ."""
+    rows = ((codes.view(torch.uint8) & 0x7F) >= LARGEST_CODE).sum(-1, dtype=torch.float32)
+    return layout.total(rows) / layout.numel.clamp(min=1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.distributed.autoscale import AutoScale, Strategy, power_of_two_below
-from octavo.distributed.codes import at_largest, exact_sum, rescale, ring_sum, row_amax
+from octavo.distributed.codes import exact_sum, rescale, ring_sum, row_amax, share_at_largest
 from octavo.distributed.layout import ROW, Layout
 from octavo.distributed.scales import local_scales, mean_scale, shared_scales
 from octavo.formats import E4M3
@@ -102,14 +102,10 @@ def _codes(
         if residual is not None and gradient.residual is not None:
             layout.views(residual)[0].copy_(gradient.residual)
     scales = [gradient.scale.view(1) for gradient in stored]
-    nobody = torch.zeros(1, dtype=torch.bool, device=device)
-    locals_ = [local_scales(layout.maximum(row_amax(b)) / s, nobody) for b, s in zip(buckets, scales, strict=True)]
-    shared = shared_scales(torch.stack(locals_).amin(0))
+    locals_ = [local_scales(layout.maximum(row_amax(b)) / s) for b, s in zip(buckets, scales, strict=True)]
+    multiplier = shared_scales(torch.stack(locals_).amin(0)).scale * factor
     sent = torch.stack(
-        [
-            rescale(b, r, layout.spread(shared.multiplier(factor) / s))
-            for b, r, s in zip(buckets, residuals, scales, strict=True)
-        ]
+        [rescale(b, r, layout.spread(multiplier / s)) for b, r, s in zip(buckets, residuals, scales, strict=True)]
     )
     flushed = sum(((b.float() != 0) & (c.float() == 0)).sum() for b, c in zip(buckets, sent, strict=True))
     underflow = flushed / (layout.numel * world).clamp(min=1)
@@ -125,16 +121,14 @@ def _codes(
             totals = [exact_sum(group) for group in codes.split(size)]
             amax = layout.maximum(torch.stack([t.abs().amax(-1) for t in totals]).amax(0))
             level = scale_from_amax(amax, E4M3.max)
-            visible = layout.spread(torch.where(amax.isfinite(), level, torch.nan))
+            visible = layout.spread(level.masked_fill(amax == torch.inf, torch.nan))
             codes = torch.stack([cast(total, visible, E4M3.dtype, block=ROW) for total in totals])
             gain = gain * level
             if len(codes) == 1:
                 break
         codes = codes[0]
-    overflow = layout.total(at_largest(codes)) / layout.numel.clamp(min=1)
-    if algorithm != "nccl":
-        overflow = torch.zeros_like(overflow)
-    scale = torch.where(shared.finite, mean_scale(shared.scale, factor, gain, world), 1.0)
+    overflow = share_at_largest(codes, layout) if algorithm == "nccl" else torch.zeros_like(gain)
+    scale = mean_scale(multiplier, gain, world)
     mean = ScaledTensor(layout.views(codes)[0].clone(), scale[0].clone(), stored[0].dtype, residual_on_add=True)
     return mean, underflow[0], overflow[0]
 

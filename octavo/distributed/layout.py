@@ -35,6 +35,7 @@ class Layout:
         owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
         padding = torch.full((self.rows - filled,), len(counts))
         self._owner = torch.cat([owners, padding]).to(device)
+        self._reader = self._owner.clamp(max=len(counts) - 1)
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """An empty bucket, [rows, ROW] of `dtype`."""
@@ -54,8 +55,8 @@ class Layout:
         return slice(rank * each, (rank + 1) * each)
 
     def spread(self, values: Tensor, part: slice = slice(None)) -> Tensor:
-        """[rows of the part, 1]: the value of each row's tensor; 1 for rows of padding."""
-        return torch.cat([values, values.new_ones(1)])[self._owner[part]].unsqueeze(1)
+        """[rows of the part, 1]: the value of each row's tensor; that of the last one for rows of padding, which nobody reads."""
+        return values[self._reader[part]].unsqueeze(1)
 
     def maximum(self, rows: Tensor, part: slice = slice(None)) -> Tensor:
         """The largest of the rows' values for each tensor, 0 where it has none in this part; NaN counts as infinity."""

@@ -124,6 +124,8 @@ class DataParallel(nn.Module):
             raise ValueError(
                 f"grad_reduce='hierarchical' needs node_size, a divisor of the {self.world} ranks, but it is {node_size}"
             )
+        if node_size in (1, self.world):  # one level
+            return two_shot
         groups = dist.get_process_group_ranks(self.ranks.group)
         nodes = [groups[i : i + node_size] for i in range(0, self.world, node_size)]
         across = [list(peers) for peers in zip(*nodes, strict=True)]

@@ -28,7 +28,7 @@ class Loss:
     underflow: float
     """Share of this rank's values that were not zero and were sent as zero."""
     overflow: float
-    """Share of the sums that reached the largest code; with `two_shot` a code that has lost nothing can be the largest."""
+    """Share of the sums that reached the largest code; 0 where the sum has a scale of its own."""
 
 
 class Sampler:
@@ -57,13 +57,15 @@ class Sampler:
         codes: Tensor,
         scale: Tensor,
         flushed: Tensor,
-        ratio: Tensor,
+        ratio: Tensor | None,
     ) -> None:
-        """A reduced bucket: its exact mean, its `codes` with `scale` [T], the `flushed` values of each row and the overflow [T]."""
+        """A reduced bucket: its exact mean, its `codes` with `scale` [T], the `flushed` values of each row, the overflow [T] or None."""
         one = torch.ones((), device=codes.device)
         error = kernels.uncast(codes, one).div_(layout.spread(scale)) - exact
         sums = [layout.total(x.square().sum(-1)) for x in (exact, error)]
-        self._found.append((names, torch.stack([*sums, layout.total(flushed) / layout.numel.clamp(min=1), ratio])))
+        underflow = layout.total(flushed) / layout.numel.clamp(min=1)
+        overflow = torch.zeros_like(underflow) if ratio is None else ratio
+        self._found.append((names, torch.stack([*sums, underflow, overflow])))
 
     def read(self) -> dict[str, Loss]:
         """The losses by name of the parameter; waits for the device."""

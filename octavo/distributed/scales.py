@@ -25,35 +25,37 @@ LARGEST = 2.0**100
 ABSENT = torch.inf
 
 
-def local_scales(amax: Tensor, absent: Tensor) -> Tensor:
-    """s'_i of each tensor from its largest magnitude (FP32 [T], NaN or infinite if a value is) and whether it is `absent`."""
-    scale = scale_from_amax(amax, E4M3.max).clamp(max=LARGEST)
-    scale = torch.where(amax == 0, LARGEST, scale)
-    scale = torch.where(amax.isfinite(), scale, 0.0)
-    return torch.where(absent, ABSENT, scale)
+def local_scales(amax: Tensor, absent: Tensor | None = None) -> Tensor:
+    """s'_i of each tensor from its largest magnitude (FP32 [T], infinite if a value is not finite) and whether it is `absent`."""
+    scale = torch.where(amax > 0, scale_from_amax(amax, E4M3.max).clamp_(max=LARGEST), LARGEST)
+    scale.masked_fill_(amax == torch.inf, 0.0)
+    return scale if absent is None else scale.masked_fill_(absent, ABSENT)
 
 
 class SharedScales(NamedTuple):
     """What the minimum over all ranks says; each FP32 or bool [T]."""
 
     scale: Tensor
-    """s, finite and positive."""
+    """s, finite and positive; NaN where some rank has a value that is not finite, so that all codes become NaN."""
     finite: Tensor
     """False where some rank has a value that is not finite: all ranks then make all their codes NaN."""
-    present: Tensor
-    """Whether any rank has a gradient."""
+    minimum: Tensor
 
-    def multiplier(self, factor: Tensor) -> Tensor:
-        """What turns real values into codes: µ · s, or NaN."""
-        return torch.where(self.finite, self.scale * factor, torch.nan)
+    @property
+    def present(self) -> Tensor:
+        """Whether any rank has a gradient."""
+        return self.minimum < ABSENT
 
 
 def shared_scales(minimum: Tensor) -> SharedScales:
     """Reads the minimum of `local_scales` over all ranks."""
     finite = minimum > 0
-    return SharedScales(torch.where(finite, minimum.clamp(max=LARGEST), 1.0), finite, minimum < ABSENT)
+    return SharedScales(torch.where(finite, minimum.clamp(max=LARGEST), torch.nan), finite, minimum)
 
 
-def mean_scale(scale: Tensor, factor: Tensor, gain: Tensor, world: int) -> Tensor:
-    """The scale of the mean: N · µ · s · gain, where the sum of codes was multiplied by `gain`. FP32, finite and positive."""
-    return (scale * factor * gain * world).clamp(2.0**-126, 2.0**126)
+def mean_scale(multiplier: Tensor, gain: Tensor, world: int) -> Tensor:
+    """The scale of the mean: N · µ · s · gain, where each rank's values were multiplied by µ · s and the sum of codes by `gain`.
+
+    FP32, finite and positive; 1 where the multiplier is NaN, as codes are then.
+    """
+    return (multiplier * gain).mul_(world).clamp_(2.0**-126, 2.0**126).nan_to_num_(nan=1.0)
