@@ -319,6 +319,29 @@ def test_E22_forwards_without_backward_change_nothing(seed):
     everywhere(2, burns_in, seed)
 
 
+def frees_gradients(seed: int):
+    model = DataParallel(build(seed))
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with pytest.raises(ValueError, match="was freed before the ranks could average it"):
+        loss_of(model, batch(seed)).backward()
+
+
+def test_gradients_that_are_released_in_backward_are_refused(seed):
+    ranks.run(2, frees_gradients, seed)
+
+
+def sparse(seed: int):
+    torch.manual_seed(seed)
+    model = DataParallel(nn.Sequential(nn.Embedding(50, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(ValueError, match="sparse=False"):
+        loss_of(model, batch(seed)).backward()
+
+
+def test_sparse_gradients_are_refused(seed):
+    ranks.run(2, sparse, seed)
+
+
 class Interrupts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -111,6 +112,18 @@ def test_metrics_show_bytes_and_mu(tmp_path):
     assert set(record["wire"]) == {"parameters", "gradients", "scales"}
     assert record["reduction"]["ffn.up.weight"].keys() == {"mu", "saturated", "floor_steps"}
     assert json.loads((Path(config.out) / "run.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "two_shot"])
+def test_metrics_show_what_the_reduction_of_each_gradient_lost(algorithm, tmp_path):
+    config = configure(tmp_path, f"recipe.grad_reduce={algorithm}", "log.stats_every=4", "log.every=4", "train.steps=4")
+    ranks.run(2, printed, config)
+    (record,) = [r for r in read_metrics(Path(config.out) / "metrics.jsonl") if "gradients" in r]
+    assert len(record["gradients"]) == 4 and record["wire"]["samples"] > 0
+    for entry in record["gradients"].values():
+        assert entry["scale"] > 0 and math.log2(entry["mu"]) <= 0
+        assert 20 < entry["snr_db"] < 45
+        assert 0 <= entry["underflow"] < 0.2 and 0 <= entry["overflow"] <= (0.01 if algorithm == "nccl" else 0)
 
 
 def stops_by_a_signal_to_one(config: TrainConfig) -> tuple[int, str | None]:

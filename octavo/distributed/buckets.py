@@ -78,6 +78,12 @@ class Bucket:
     def take(self) -> None:
         """Take hold of the gradients: from now on they are written by the reduction only."""
         self.absent = [member.param.grad is None for member in self.members]
+        for position, (member, absent) in enumerate(zip(self.members, self.absent, strict=True)):
+            if absent and position not in self.waiting:
+                raise ValueError(
+                    f"the gradient of {member.name} was freed before the ranks could average it: release of gradients in backward "
+                    "works on one rank only"
+                )
         self.grads = [self._gradient(member) for member in self.members]
 
     def _gradient(self, member: Member) -> Tensor:

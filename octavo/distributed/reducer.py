@@ -63,7 +63,7 @@ class DataParallel(nn.Module):
         *,
         recipe: str | Recipe | None = None,
         group: Any = None,
-        bucket_mb: float = 32.0,
+        bucket_mb: float = 128.0,
         node_size: int | None = None,
         check_every: int | None = None,
     ) -> None:
