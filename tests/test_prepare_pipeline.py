@@ -23,7 +23,7 @@ from corpora import corpus_config, shard_bytes, text, write_sources
 from octavo.data.corpus import PreparedCorpus
 from octavo.data.tokens import is_held_out
 from octavo.prepare.config import PrepareConfig, TokenizerConfig
-from octavo.prepare.executor import LocalExecutor, Workers, only_run
+from octavo.prepare.executor import only_run
 from octavo.prepare.pipeline import prepare
 from octavo.settings import override, to_dict
 
@@ -298,18 +298,6 @@ def test_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         prepare(config)
     monkeypatch.undo()
     prepare(config)
-
-
-def test_killed_worker_is_reported(tmp_path: Path) -> None:
-    """As the kernel does when memory is short."""
-    with only_run(tmp_path), Workers(2, tmp_path) as workers:
-        executor = LocalExecutor([_die], 2, workers, str(tmp_path / "log"))
-        with pytest.raises(OSError, match="want of memory"):
-            executor.run()
-
-
-def _die(data: object, rank: int, world_size: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_any_executor_will_do(tmp_path: Path) -> None:

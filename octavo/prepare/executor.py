@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import TracebackType
@@ -68,14 +68,18 @@ class Workers:
             for rank in ranks:
                 _run_task(packed, rank)
             return
+        futures = [self._started().submit(_run_task, packed, rank) for rank in ranks]
         try:
-            futures = [self._started().submit(_run_task, packed, rank) for rank in ranks]
             for future in as_completed(futures):
                 future.result()
         except BrokenProcessPool:
             raise OSError(
                 "a worker process was killed, most likely for want of memory: set fewer workers and give the same command again"
             ) from None
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)  # tasks that run may finish: they need not be done again
 
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
