@@ -9,9 +9,20 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from octavo.distributed.samples import Loss
 from octavo.train import metrics
-from octavo.train.metrics import MetricsLog, group_stats, layer_group, peak_of, read_metrics, smoothed_loss, throughput
+from octavo.train.metrics import (
+    MetricsLog,
+    gradient_stats,
+    group_stats,
+    layer_group,
+    peak_of,
+    read_metrics,
+    smoothed_loss,
+    throughput,
+)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +152,15 @@ def test_missing_tensorboard_warns_once(tmp_path: Path, monkeypatch: pytest.Monk
         log.write({"step": 1, "loss": 1.0})
         log.close()
     assert len(caught) == 1
+
+
+def test_gradient_stats_have_what_is_known_of_each_gradient() -> None:
+    scales = {"a": torch.tensor(4.0), "b": torch.tensor(0.5)}
+    assert gradient_stats(scales, {}, {}) == {"a": {"scale": 4.0}, "b": {"scale": 0.5}}
+    report = {"a": {"mu": 0.25, "saturated": 0.1, "floor_steps": 0}}
+    found = gradient_stats(scales, report, {"a": Loss(27.0, 0.01, 0.002)})
+    assert found["a"] == {"scale": 4.0, "mu": 0.25, "snr_db": 27.0, "underflow": 0.01, "overflow": 0.002}
+    assert found["b"] == {"scale": 0.5}
 
 
 def test_memory_of_this_process_is_known() -> None:

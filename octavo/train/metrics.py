@@ -5,10 +5,14 @@ depends on the machine: `tokens_per_s`; `tflops`, the model's arithmetic in TFLO
 recomputation not counted, of one GPU); `mfu_bf16` and `mfu_fp8`, that over the GPU's dense peak in either format, with the peak named in
 `run.json`; `memory`, bytes by kind; `epochs`, passes over each source of text. An FP8 run quoted against the BF16 peak looks
 better than it is, so both are recorded.
+
+Every `log.stats_every` steps there are `casts`, what the casts of converted layers lost, and `gradients`, of each FP8 gradient its
+scale and what its reduction over several ranks lost against one in FP32 (`gradient_stats`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from octavo.distributed.samples import Loss
 
 KINDS = ("input", "weight", "grad_output", "grad")
 
@@ -154,6 +161,23 @@ def group_reduction(report: Mapping[str, Mapping[str, float]]) -> dict[str, dict
         for name in ("saturated", "floor_steps"):
             found[name] = max(found[name], entry[name])
     return groups
+
+
+def gradient_stats(
+    scales: Mapping[str, Tensor], report: Mapping[str, Mapping[str, float]], losses: Mapping[str, Loss]
+) -> dict[str, dict[str, float]]:
+    """Of each FP8 gradient by parameter: its `scale` and, with several ranks, `mu` and what the reduction lost in this step.
+
+    `scales` are 0-d, read here, which waits for the device; `report` is that of `AutoScale`, `losses` those of `DataParallel.measure`:
+    `snr_db` against an FP32 mean, `underflow` and `overflow`.
+    """
+    found = {name: {"scale": float(scale)} for name, scale in scales.items()}
+    for name, entry in found.items():
+        if name in report:
+            entry["mu"] = report[name]["mu"]
+        if name in losses:
+            entry.update(dataclasses.asdict(losses[name]))
+    return found
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

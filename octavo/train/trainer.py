@@ -32,11 +32,13 @@ from torch import Tensor
 
 from octavo.distributed import DataParallel
 from octavo.distributed.launch import join
+from octavo.distributed.samples import Loss
 from octavo.formats import NumericsError
 from octavo.linear import collect_stats
 from octavo.memory import MemoryReport, memory_report
 from octavo.optim import clip_grad_norm_
 from octavo.settings import to_dict
+from octavo.tensor import ScaledTensor
 from octavo.train import checkpoint
 from octavo.train.config import TrainConfig
 from octavo.train.data import Data
@@ -45,6 +47,7 @@ from octavo.train.metrics import (
     MetricsLog,
     Silent,
     device_memory,
+    gradient_stats,
     group_reduction,
     group_stats,
     peak_of,
@@ -159,6 +162,8 @@ class Trainer:
         }
         self._memory: MemoryReport | None = None
         self._stats: dict[str, Any] | None = None
+        self._losses: dict[str, Loss] = {}
+        self._scales: dict[str, Tensor] = {}
         self._rates: list[float] = []
         self._val_loss: float | None = None
 
@@ -256,8 +261,15 @@ class Trainer:
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
         # Compiled blocks would be compiled anew for their counters, so this step runs uncompiled.
-        with torch.compiler.set_stance("force_eager"), collect_stats(self.model) as self._stats:
+        with (
+            torch.compiler.set_stance("force_eager"),
+            collect_stats(self.model) as self._stats,
+            self.parallel.measure() as self._losses,
+        ):
             yield
+        grads = ((name, param.grad) for name, param in self.model.named_parameters())
+        # Copied, as clipping changes them in place.
+        self._scales = {name: grad.scale.clone() for name, grad in grads if isinstance(grad, ScaledTensor)}
 
     def _read(self) -> float:
         """Wait for the device, write the records of the steps since the last call, and return their mean loss."""
@@ -301,6 +313,8 @@ class Trainer:
         if self._memory is not None:
             record["memory"] = {kind: size for kind, size in self._memory.by_kind.items() if size}
         if self._stats is not None:
+            report = {} if self.place.world == 1 else self.parallel.autoscale.report()
+            record["gradients"] = gradient_stats(self._scales, report, self._losses)
             record["casts"], self._stats = group_stats(self._stats), None
         sent = sum(self.parallel.wire.values())
         if self.place.world > 1:
