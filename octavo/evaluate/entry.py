@@ -100,7 +100,8 @@ def evaluate(config: EvalConfig) -> list[Results]:
     hub = choose_tasks(config.only) if config.tasks == HUB else []
     checksum = "" if config.text is None else fingerprint(config.text)
     corpus = None if config.corpus is None else PreparedCorpus.open(config.corpus)
-    _need_harness()
+    if config.tasks is not None:
+        _need_harness()
     results: list[Results] = []
     labels: set[str] = set()
     for path, name in itertools.product(config.models, config.recipes or (None,)):
@@ -182,7 +183,7 @@ def _libraries() -> dict[str, str]:
 
 def _need_harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("evaluation needs lm-evaluation-harness: pip install 'octavo[eval]'")
+        raise ValueError("the tasks need lm-evaluation-harness: pip install 'octavo[eval]'")
 
 
 def _label(wanted: str, taken: set[str]) -> str:
