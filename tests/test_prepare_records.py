@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-import random
 import tracemalloc
 
 import pyarrow
@@ -13,7 +12,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from octavo.prepare.records import Problem, Record, cut, format_of, inner_suffix, read_records, stream_pieces
+from octavo.prepare.records import Problem, format_of, inner_suffix, read_records
 
 LIMIT = 1000
 COMPRESS = {
@@ -63,17 +62,6 @@ def test_nul_bytes_separate_documents_of_compressed_text_and_mark_binary_files(t
         *("one", "two", (2, "too_long"), "four")
     ]
     assert short(read(tmp_path / "a.txt", b"\x89PNG\0\x01")) == [(0, "binary")]
-
-
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_compressed_data_that_break_off(tmp_path, suffix):
-    rng = random.Random(7)
-    lines = [json.dumps({"text": f"{rng.random()} " * 20}) for _ in range(3000)]
-    data = COMPRESS[suffix]("\n".join(lines).encode())
-    items = read(tmp_path / f"a.jsonl{suffix}", data[: len(data) // 2])
-    assert isinstance(items[-1], Problem) and items[-1].reason in ("damaged", "not_json")
-    assert [item.text for item in items[:-1]] == [json.loads(line)["text"] for line in lines[: len(items) - 1]]
-    assert short(read(tmp_path / f"b.jsonl{suffix}", b"this is not compressed at all")) == [(0, "damaged")]
 
 
 def test_bad_texts(tmp_path):
@@ -164,61 +152,3 @@ def test_no_format_holds_a_long_file_in_memory(tmp_path):
         tracemalloc.stop()
         assert items == [(0, "too_long")] + (["short"] if name == "a.jsonl" else [])
         assert peak < 8 << 20
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-def test_compressed_data_that_grow_are_not_held_either(tmp_path, suffix):
-    path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(COMPRESS[suffix](b"a" * (64 << 20)))
-    tracemalloc.start()
-    items = short(read_records(path, "txt", None, 10_000))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert items == [(0, "too_long")]
-    assert peak < 45 << 20
-
-
-def paragraphs(seed, count=300):
-    rng = random.Random(seed)
-    words = ["tree", "Größe", "a", "mountain", "of", "stones"]
-    return "\n\n".join(" ".join(rng.choice(words) for _ in range(rng.randrange(1, 60))) for _ in range(count))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_cut_loses_nothing_and_ends_behind_paragraphs(seed):
-    text = paragraphs(seed)
-    pieces = cut(text, 800)
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 800
-    assert all(piece.endswith("\n\n") for piece in pieces[:-1])
-    assert cut("x" * 25, 10) == ["x" * 10, "x" * 10, "x" * 5]
-    assert cut("aaaa bbbb cc", 10) == ["aaaa bbbb ", "cc"]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_stream_pieces_of_a_long_text(tmp_path, suffix, monkeypatch):
-    text = paragraphs(3, 2000)
-    path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(COMPRESS.get(suffix, bytes)(text.encode()))
-    whole = [item.text for item in stream_pieces(path, 800)]
-    monkeypatch.setattr("octavo.prepare.records.CHUNK", 5000)
-    pieces = list(stream_pieces(path, 800))
-    assert "".join(item.text for item in pieces) == "".join(whole) == text
-    assert max(len(item.text) for item in pieces) <= 800
-    parts = [list(stream_pieces(path, 800, part, 3)) for part in range(3)]
-    assert sorted(item for part in parts for item in part) == pieces
-
-
-def test_a_wrong_byte_costs_one_piece(tmp_path):
-    data = bytearray(paragraphs(5).encode())
-    place = data.index(b"tree", len(data) // 2)
-    data[place] = 0xFF
-    (tmp_path / "a.txt").write_bytes(data)
-    items = list(stream_pieces(tmp_path / "a.txt", 800))
-    bad = [item for item in items if isinstance(item, Problem)]
-    assert [item.reason for item in bad] == ["encoding"] and "0xff" in bad[0].detail
-    assert sum(len(item.text) for item in items if isinstance(item, Record)) > len(data) * 0.9
-    (tmp_path / "b.txt").write_bytes(b"")
-    assert short(stream_pieces(tmp_path / "b.txt", 800)) == [(0, "empty")]
-    (tmp_path / "b.txt").write_bytes(b"text\0")
-    assert short(stream_pieces(tmp_path / "b.txt", 800)) == [(0, "binary")]

@@ -27,9 +27,10 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from octavo.prepare.compressed import DAMAGE, open_file
 from octavo.prepare.jsonstream import json_values
 from octavo.prepare.ngrams import HashTable, find_words, ngram_hashes, word_hashes
-from octavo.prepare.records import DAMAGE, format_of, open_file
+from octavo.prepare.records import format_of
 from octavo.prepare.reference import load_model, save_model
 from octavo.prepare.steps import KINDS, KindFilter
 

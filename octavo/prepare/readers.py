@@ -34,8 +34,10 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from octavo.prepare.code import language_of, machine_made
+from octavo.prepare.compressed import COMPRESSED
 from octavo.prepare.packages import debian_package, pypi_package
-from octavo.prepare.records import COMPRESSED, Problem, Record, cut, format_of, read_records, stream_pieces
+from octavo.prepare.pieces import cut, stream_pieces
+from octavo.prepare.records import Problem, Record, format_of, read_records
 from octavo.prepare.steps import KINDS
 
 LEFT_OUT = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})

@@ -10,17 +10,14 @@ No more of a record than `BYTES_PER_CHARACTER` times the limit in characters is 
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 from octavo.data.sources import CHUNK, SEPARATOR
+from octavo.prepare.compressed import COMPRESSED, DAMAGE, open_file
 from octavo.prepare.jsonstream import json_values
 from octavo.prepare.markup import page_text
 
@@ -29,7 +26,6 @@ HTML = (".html", ".htm", ".xhtml")
 JSONL = (".jsonl", ".ndjson")
 JSON = (".json",)
 PARQUET = (".parquet",)
-COMPRESSED = (".gz", ".xz", ".zst", ".dz")
 FORMATS = {suffix: suffixes[0][1:] for suffixes in (TEXT, HTML, JSONL, JSON, PARQUET) for suffix in suffixes}
 
 BYTES_PER_CHARACTER = 8
@@ -38,9 +34,6 @@ TEXT_FIELDS = ("text", "content", "conversations", "messages")
 """Where the text of a record is looked for, if the source does not say."""
 SPEAKERS = {"human": "User", "user": "User", "gpt": "Assistant", "assistant": "Assistant", "system": "System"}
 CHARSET = re.compile(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?\s*([\w-]+)", re.IGNORECASE)
-DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)
-ZSTD_BYTES = 1 << 9
-"""Bytes that are decompressed at once: at the highest rate, 128 KiB from 4 bytes, they make 16 MiB."""
 SAMPLE = 200
 """Characters of a bad record that are shown."""
 
@@ -81,7 +74,7 @@ def read_records(
         for item in _records(path, form, text_field, limit, part, parts):
             number = item.number + 1
             if item.number % parts == part:
-                yield _checked(item, limit)
+                yield checked(item, limit)
     except DAMAGE as error:
         found = Problem(number, "damaged", f"the compressed data break off or are none: {error}")
     except OSError as error:
@@ -92,116 +85,8 @@ def read_records(
         yield found
 
 
-def stream_pieces(path: Path, size: int, part: int = 0, parts: int = 1) -> Iterator[Record | Problem]:
-    """A plain text of any length, cut into pieces of at most `size` characters, see `cut`; `part` as in `read_records`.
-
-    Each piece is judged by itself, so that a wrong byte costs one piece of a long text.
-    """
-    number, rest = 0, ""
-    found: Problem | None = None
-    try:
-        with (
-            open_file(path) as file,
-            io.TextIOWrapper(cast(Any, file), encoding="utf-8-sig", errors="surrogateescape", newline="") as text,
-        ):
-            chunk = text.read(CHUNK)
-            while chunk and "\0" not in chunk:
-                *pieces, rest = cut(rest + chunk, size)
-                chunk = text.read(CHUNK)
-                for piece in pieces if chunk else [*pieces, rest]:
-                    if number % parts == part:
-                        yield _piece(number, piece, size)
-                    number += 1
-            if chunk:
-                found = Problem(number, "binary", "it holds NUL bytes")
-            elif not number:
-                found = Problem(0, "empty", "it holds no text")
-    except DAMAGE as error:
-        found = Problem(number, "damaged", f"the compressed data break off or are none: {error}")
-    except OSError as error:
-        found = Problem(number, "unreadable", error.strerror or str(error))
-    if found and number % parts == part:
-        yield found
-
-
-def cut(text: str, size: int) -> list[str]:
-    """`text` in pieces of at most `size` characters, cut behind a blank line, else a line, else a word, in their second half."""
-    pieces = []
-    start = 0
-    while len(text) - start > size:
-        for mark in ("\n\n", "\n", " "):
-            end = text.rfind(mark, start + size // 2, start + size)
-            if end >= 0:
-                end += len(mark)
-                break
-        else:
-            end = start + size
-        pieces.append(text[start:end])
-        start = end
-    return [*pieces, text[start:]]
-
-
-def open_file(path: Path) -> IO[bytes]:
-    """The decompressed bytes of a file, by its suffix."""
-    suffix = path.suffix.lower()
-    if suffix in (".gz", ".dz"):
-        return cast(IO[bytes], gzip.open(path))
-    if suffix == ".xz":
-        return cast(IO[bytes], lzma.open(path))
-    if suffix == ".zst":
-        import zstandard
-
-        return cast(IO[bytes], io.BufferedReader(cast(Any, _Zstd(zstandard, path)), CHUNK))
-    return path.open("rb")
-
-
-class _Zstd(io.RawIOBase):
-    """A zstd file whose errors are those of other compressions, also where the stream breaks off."""
-
-    def __init__(self, zstandard: Any, path: Path) -> None:
-        self.file = path.open("rb")
-        self.error = zstandard.ZstdError
-        self.decompressor = zstandard.ZstdDecompressor
-        self.current: Any = None
-        self.ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            chunk = self.current.unused_data if self.current is not None and self.current.eof else b""
-            chunk = chunk or self.file.read(ZSTD_BYTES)
-            if not chunk:
-                if self.current is not None and not self.current.eof:
-                    raise EOFError("the zstd stream is incomplete")
-                return 0
-            if self.current is None or self.current.eof:
-                self.current = self.decompressor().decompressobj()
-            try:
-                self.ready = memoryview(self.current.decompress(chunk))
-            except self.error as error:
-                raise EOFError(str(error)) from None
-        count = min(len(buffer), len(self.ready))
-        buffer[:count] = self.ready[:count]
-        self.ready = self.ready[count:]
-        return count
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
-
-
-def _piece(number: int, text: str, limit: int) -> Record | Problem:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a byte that is no UTF-8 was decoded to half a surrogate pair
-            return Problem(number, "encoding", f"it is no UTF-8: byte {ord(text[error.start]) - 0xDC00:#04x}")
-    return _checked(Record(number, text), limit)
-
-
-def _checked(item: Record | Problem, limit: int) -> Record | Problem:
+def checked(item: Record | Problem, limit: int) -> Record | Problem:
+    """`item`, or a `Problem` in the place of a text that is empty or longer than `limit` characters."""
     if isinstance(item, Problem):
         return item
     if len(item.text) > limit:
