@@ -20,6 +20,9 @@ from typing import Any
 TIMEOUT = 60.0
 """Seconds that one function may take."""
 
+KEPT = 3
+"""Numbers of ranks whose processes wait for the next test."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "octavo", "ranks"])
 
@@ -75,9 +78,11 @@ _pools: dict[int, Pool] = {}
 
 def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function` returns on each of `world` ranks (anything that pickles)."""
-    if world not in _pools:
-        _pools[world] = Pool(world)
-    return _pools[world].call(function, arguments)
+    pool = _pools.pop(world, None) or Pool(world)
+    _pools[world] = pool  # the newest is the last
+    for oldest in list(_pools)[:-KEPT]:
+        _pools.pop(oldest).close()
+    return pool.call(function, arguments)
 
 
 def forget(world: int) -> None:
