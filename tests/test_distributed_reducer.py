@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import DataParallel
 from octavo.convert import convert
+from octavo.distributed import CollectiveError
 from octavo.distributed.emulate import reduce_emulated
 from octavo.formats import E4M3, NumericsError
 from octavo.linear import FP8Linear
@@ -329,6 +330,22 @@ def frees_gradients(seed: int):
 
 def test_gradients_that_are_released_in_backward_are_refused(seed):
     ranks.run(2, frees_gradients, seed)
+
+
+def waits_for_a_silent_rank(seed: int) -> str:
+    """Rank 1 has no backward; rank 0 gives up after its timeout and says what to do."""
+    model = DataParallel(build(seed), timeout=1.0)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        loss_of(model, batch(seed)).backward()
+    return str(caught.value)
+
+
+def test_D19_a_silent_rank_is_an_error_and_no_hang(seed):
+    message = ranks.run(2, waits_for_a_silent_rank, seed)[0]
+    assert "rank 0 of 2" in message and "another rank died, hangs or does other work" in message
+    ranks.forget(2)
 
 
 def sparse(seed: int):
@@ -693,7 +710,7 @@ def test_drift_is_found_and_named(seed):
 
 def wrong_arguments() -> None:
     model = DataParallel(build(0))
-    for wrong in ({"bucket_mb": 0}, {"check_every": 0}):
+    for wrong in ({"bucket_mb": 0}, {"check_every": 0}, {"timeout": 0}):
         with pytest.raises(ValueError, match="positive"):
             DataParallel(build(0), **wrong)
     with pytest.raises(ValueError, match="wrapped already"):

@@ -22,6 +22,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class DataParallel(nn.Module):
         bucket_mb: megabytes on the wire of a bucket. Smaller ones start earlier, larger ones cost fewer launches.
         node_size: ranks per node, consecutive in the group, for `grad_reduce="hierarchical"`.
         check_every: compare a checksum of all parameters between the ranks in every so many synchronising backward passes.
+        timeout: seconds after which a rank that does not answer is an error, in the groups that are made here (with gloo, or for nodes).
 
     Raises `ValueError` on all ranks if their models differ or the arguments do not fit; in backward `CollectiveError` when another rank
     is gone, and `NumericsError` naming the parameter when replicas have drifted apart.
@@ -66,25 +68,30 @@ class DataParallel(nn.Module):
         bucket_mb: float = 128.0,
         node_size: int | None = None,
         check_every: int | None = None,
+        timeout: float = 600.0,
     ) -> None:
         super().__init__()
         if isinstance(module, DataParallel):
             raise ValueError("the module is wrapped already: wrap it once")
-        if not bucket_mb > 0 or (check_every is not None and check_every < 1):
-            raise ValueError(f"bucket_mb={bucket_mb} and check_every={check_every} must be positive")
+        if not (bucket_mb > 0 and timeout > 0) or (check_every is not None and check_every < 1):
+            raise ValueError(f"bucket_mb={bucket_mb}, check_every={check_every} and timeout={timeout} must be positive")
         self.module = module
         self.recipe = _recipe_of(module) if recipe is None else get_recipe(recipe)
         self._bucket_bytes, self._check_every = int(bucket_mb * 2**20), check_every
+        self._timeout = timedelta(seconds=timeout)
         self.wire: Counter[str] = Counter()
         """Bytes that this rank has sent since the start, by kind."""
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self._sync = True
-        if self.world == 1:
-            return
-        self._open(group, node_size)
+        self.autoscale = AutoScale([], 1)
+        """µ of the converted weights, by name."""
+        self.nonfinite_steps = torch.zeros((), dtype=torch.int64)
+        """Synchronising passes in which a gradient was not finite on some rank; 0-d, on the device, and counted with several ranks."""
+        if self.world > 1:
+            self._open(group, node_size)
 
     def _open(self, group: Any, node_size: int | None) -> None:
-        ranks = Ranks(_own_group(group), self.wire)
+        ranks = Ranks(_own_group(group, self._timeout), self.wire)
         self.ranks = ranks
         check_alike(self.module, ranks)
         send_from_first(self.module, ranks)
@@ -93,7 +100,7 @@ class DataParallel(nn.Module):
         for name, param in self.module.named_parameters():
             number = sum(m.scaled is not None for m in self._members) if id(param) in scaled else None
             self._members.append(Member(name, param, number))
-        device = next((m.param.device for m in self._members), torch.device("cpu"))
+        device = next((m.param.device for m in self._members), self.nonfinite_steps.device)
         self.autoscale = AutoScale(
             [m.name for m in self._members if m.scaled is not None],
             self.world,
@@ -104,8 +111,7 @@ class DataParallel(nn.Module):
             device=device,
         )
         self._reduction = Reduction(ranks, self.recipe.grad_reduce, self._algorithm(node_size), self.autoscale)
-        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=device)
-        """Synchronising passes in which a gradient was not finite on some rank; 0-d, on the device."""
+        self.nonfinite_steps = self.nonfinite_steps.to(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="octavo-reduce")
         self._trainable: tuple[bool, ...] = ()
@@ -130,7 +136,7 @@ class DataParallel(nn.Module):
         nodes = [groups[i : i + node_size] for i in range(0, self.world, node_size)]
         across = [list(peers) for peers in zip(*nodes, strict=True)]
         mine = dist.get_rank()
-        own = [dist.new_group(r, use_local_synchronization=True) for r in nodes + across if mine in r]
+        own = [_new_group(r, self._timeout) for r in nodes + across if mine in r]
         return hierarchical(*(Ranks(group, self.wire) for group in own))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,12 +275,11 @@ class DataParallel(nn.Module):
 
     def scaling_state_dict(self) -> dict[str, Tensor]:
         """µ and its counters by "parameter/entry", 0-d tensors that share memory; empty with one rank."""
-        return {} if self.world == 1 else self.autoscale.state_dict()
+        return self.autoscale.state_dict()
 
     def load_scaling_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores µ, also from another number of ranks."""
-        if self.world > 1:
-            self.autoscale.load_state_dict(state)
+        self.autoscale.load_state_dict(state)
 
 
 def _recipe_of(module: nn.Module) -> Recipe:
@@ -287,12 +292,16 @@ def _scaled_parameters(module: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in layers if layer.gradient_format is not None and layer.weight.is_leaf]
 
 
-def _own_group(group: Any) -> Any:
+def _own_group(group: Any, timeout: timedelta) -> Any:
     """A group for the reductions alone: with gloo they run in a thread, and must not mix with other work on the user's group."""
     if dist.get_backend(group) == "nccl":
         return group
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return dist.new_group(ranks, use_local_synchronization=True)
+    return _new_group(ranks, timeout)
+
+
+def _new_group(ranks: list[int], timeout: timedelta) -> Any:
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
 def _watch(param: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -140,6 +140,7 @@ class Trainer:
             recipe=config.recipe,
             node_size=self.place.node_size,
             check_every=config.train.check_every,
+            timeout=config.train.timeout,
         )
         if self.place.rank:
             torch.manual_seed(config.seed + self.place.rank)  # dropout differs between the ranks
