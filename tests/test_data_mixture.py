@@ -17,7 +17,7 @@ def random_weights(count: int) -> list[float]:
 def in_order(weights: list[float], limits: list[int | None], count: int) -> list[int]:
     """The same sequence by its definition: exact fractions, one window after the other, sources leaving when used up."""
     given, since, taken = [0] * len(weights), [0] * len(weights), []
-    active = [i for i in range(len(weights))]
+    active = list(range(len(weights)))
     while len(taken) < count and active:
         source = min(active, key=lambda i: (Fraction(2 * since[i] + 1) / Fraction(weights[i]), i))
         taken.append(source)
