@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import ranks
@@ -97,6 +98,7 @@ def reduced(seed: int, recipe, micro_batches: int = 1, bucket_mb: float = 0.002,
     for param in model.parameters():
         if isinstance(param.grad, ScaledTensor):
             assert param.grad.residual is None  # 1 byte a parameter is left
+    assert not any(bucket.grads or bucket.kept for bucket in model._buckets)
     return gradient_bits(model), gradients(model), dict(model.wire)
 
 
@@ -233,6 +235,34 @@ def branches_of_every_kind(seed: int):
         for use in ([0, 1, 2], [2, 1, 0], [0, 1, 0, 1], [2, 2]):
             results.append(branches(seed, recipe, [use] * 2)[0])
     return results
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2"])
+def test_ranks_may_use_layers_in_different_orders(recipe, seed):
+    results = ranks.run(3, branches, seed, recipe, [[0, 1, 2], [2, 1, 0], [1]])
+    assert all(result[0] == results[0][0] for result in results)
+    assert all(gradient is not None for gradient in results[0][1].values())
+
+
+def overlaps(seed: int) -> None:
+    """The first layer's backward waits until the last layer's gradient is reduced, which only an overlap lets happen."""
+    rank = dist.get_rank()
+    model = DataParallel(build(seed), bucket_mb=1e-4)
+    reduce, done = model._reduction.reduce, threading.Event()
+
+    def noted(bucket) -> None:
+        reduce(bucket)
+        done.set()
+
+    model._reduction.reduce = noted
+    model.module[1].register_full_backward_hook(lambda *_: seen.append(done.wait(timeout=20)))
+    seen: list[bool] = []
+    loss_of(model, batch(seed, rank)).backward()
+    assert seen == [True]
+
+
+def test_buckets_are_reduced_beside_backward(seed):
+    ranks.run(2, overlaps, seed)
 
 
 def tied(seed: int, recipe):
@@ -715,6 +745,8 @@ def wrong_arguments() -> None:
             DataParallel(build(0), **wrong)
     with pytest.raises(ValueError, match="wrapped already"):
         DataParallel(model)
+    with pytest.raises(ValueError, match="0.weight on meta: each rank holds"):
+        DataParallel(nn.Sequential(nn.Linear(2, 2, bias=False, device="meta")))
     with pytest.raises(ValueError, match="node_size"):
         DataParallel(build(0, variant("O2", grad_reduce="hierarchical")), node_size=3)
 

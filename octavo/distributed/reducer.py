@@ -91,6 +91,7 @@ class DataParallel(nn.Module):
             self._open(group, node_size)
 
     def _open(self, group: Any, node_size: int | None) -> None:
+        _check_device(self.module)
         ranks = Ranks(_own_group(group, self._timeout), self.wire)
         self.ranks = ranks
         check_alike(self.module, ranks)
@@ -100,7 +101,7 @@ class DataParallel(nn.Module):
         for name, param in self.module.named_parameters():
             number = sum(m.scaled is not None for m in self._members) if id(param) in scaled else None
             self._members.append(Member(name, param, number))
-        device = next((m.param.device for m in self._members), self.nonfinite_steps.device)
+        device = self._members[0].param.device if self._members else self.nonfinite_steps.device
         self.autoscale = AutoScale(
             [m.name for m in self._members if m.scaled is not None],
             self.world,
@@ -290,6 +291,15 @@ def _scaled_parameters(module: nn.Module) -> list[Tensor]:
     """Weights whose gradients are stored in FP8."""
     layers = [layer for layer in module.modules() if isinstance(layer, FP8Linear)]
     return [layer.weight for layer in layers if layer.gradient_format is not None and layer.weight.is_leaf]
+
+
+def _check_device(module: nn.Module) -> None:
+    devices = {str(param.device): name for name, param in module.named_parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        places = " and ".join(f"{name} on {device}" for device, name in list(devices.items())[:2])
+        raise ValueError(
+            f"the module has {places}: each rank holds the whole model on one real device, so move it there first"
+        )
 
 
 def _own_group(group: Any, timeout: timedelta) -> Any:
