@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MOST_REASONS = 9
+MOST_REASONS = 8
 """Rules with a colour of their own; the rest are one."""
 ASKED, GOT = "#4d4d4d", "#0072b2"
 
@@ -28,7 +28,7 @@ def plot_dropped(path: Path, sources: Mapping[str, Mapping[str, Any]]) -> None:
         }
     totals = {name: max(1, sum(bar[name] for bar in bars.values())) for name in sources}
     figure, axes = pyplot.subplots(figsize=(9, 1.8 + 0.5 * len(sources)), layout="constrained")
-    colours = ["#009e73", *pyplot.get_cmap("tab10").colors]
+    colours = ["#009e73", *(colour for i, colour in enumerate(pyplot.get_cmap("tab10").colors) if i != 2)]  # one green
     left = dict.fromkeys(sources, 0.0)
     for (label, bar), colour in zip(bars.items(), colours, strict=False):
         widths = [bar[name] / totals[name] for name in sources]
