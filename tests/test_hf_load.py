@@ -176,10 +176,12 @@ import json, sys
 import octavo.hf
 def resident(kind):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(kind))
-small, large, recipe = sys.argv[1], sys.argv[2], sys.argv[3] or None
-octavo.hf.load_decoder(small, recipe=recipe)  # whatever is imported at the first use is there now
+small, large, way = sys.argv[1:]
+def load(folder):
+    return octavo.hf.load_transformers(folder) if way == "transformers" else octavo.hf.load_decoder(folder, recipe=way)
+load(small)  # whatever is imported at the first use is there now
 base = resident("VmHWM:")
-model = octavo.hf.load_decoder(large, recipe=recipe)
+model = load(large)
 print(json.dumps([resident("VmHWM:") - base, sum(p.numel() for p in model.parameters())]))
 """
 
@@ -216,21 +218,21 @@ def _write_llama(folder: Path, layers: int, vocab: int, dtype: torch.dtype) -> i
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory where Linux shows it")
-@pytest.mark.parametrize(("dtype", "recipe"), [(torch.float32, ""), (torch.bfloat16, "O2")])
-def test_loading_takes_the_memory_of_the_checkpoint_and_a_tenth(
-    dtype: torch.dtype, recipe: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "way"), [(torch.float32, "bf16"), (torch.bfloat16, "O2"), (torch.float32, "transformers")]
+)
+def test_loading_takes_the_memory_of_the_checkpoint_and_a_tenth(dtype: torch.dtype, way: str, tmp_path: Path) -> None:
     """Peak resident memory, mapped files counted, over that of the interpreter; in BF16 with O2, whose masters have 2 bytes too."""
     _write_llama(tmp_path / "small", 1, 128, dtype)
     size = _write_llama(tmp_path / "large", 18 if dtype is torch.float32 else 36, 2048, dtype)
     assert size > 200e6
-    arguments = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large"), recipe]
+    arguments = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large"), way]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment).stdout
     peak, parameters = json.loads(output)
     assert parameters * dtype.itemsize == pytest.approx(size, rel=0.01)
     assert peak <= 1.1 * size, f"{peak / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB"
-    print(f"{dtype} {recipe or 'plain'}: peak {peak / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB")
+    print(f"{dtype} {way}: peak {peak / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB")
 
 
 def test_a_model_in_bf16_keeps_its_rotary_frequencies(seed: int, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class _opened:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
-            raise ImportError("checkpoints need the package safetensors: pip install 'octavo[hf]'") from None
+            raise ValueError("checkpoints need the package safetensors: pip install 'octavo[hf]'") from None
         self._error = SafetensorError
         try:
             self._handle = safe_open(self._file, framework="pt")

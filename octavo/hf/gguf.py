@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octavo.hf.load import _first_line, _library
+from octavo.hf.load import _first_line, libraries
 
 MAGIC = b"GGUF"
 
@@ -29,13 +29,13 @@ def convert_gguf(path: str | Path, folder: str | Path, dtype: torch.dtype = torc
     _check(path)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder")
-    library = _library()
+    library = libraries().transformers
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True) as made:
         try:
             _save(library, path, Path(made), dtype)
         except ImportError as error:
-            raise ImportError(
+            raise ValueError(
                 f"{path} needs the packages gguf and accelerate: pip install 'octavo[hf]' ({error})"
             ) from None
         except (ValueError, RuntimeError, OSError, KeyError, NotImplementedError) as error:

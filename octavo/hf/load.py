@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,6 +143,14 @@ def _return_freed_memory() -> None:
             trim(0)
 
 
+def check_values(name: str, values: Tensor, path: Path) -> None:
+    """Raises `ValueError` for a matrix of zeros or a value that is not finite."""
+    if not values.isfinite().all():
+        raise ValueError(not_finite(name, path))
+    if values.ndim > 1 and not values.any():
+        raise ValueError(zeros(name, path))
+
+
 def zeros(name: str, path: Path) -> str:
     """What is said of a matrix of zeros."""
     return f"{name} in {path} is all zeros: the checkpoint was not written in full, or its weights were never set"
@@ -185,10 +193,10 @@ def load_transformers(
     architecture that transformers does not know and for tensors as in `load_decoder`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    library = _library()
+    library = libraries()
     path = str(checkpoint.path)
     try:
-        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = library.transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(
             f"{path} is of an architecture that transformers does not know: {_first_line(error)}"
@@ -196,26 +204,63 @@ def load_transformers(
     if not weights:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        return CausalLM(library.AutoModelForCausalLM.from_config(config, dtype=parameters), dtype)
+        return CausalLM(library.transformers.AutoModelForCausalLM.from_config(config, dtype=parameters), dtype)
     check_quantization(checkpoint)
-    _ = checkpoint.tensors  # which says what is wrong with the files better than the library does
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with library.accelerate.init_empty_weights(include_buffers=False):
+        model = library.transformers.AutoModelForCausalLM.from_config(config, dtype=parameters)
+    model.tie_weights()  # which making them empty has undone
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {
+        name: info.shape for name, info in checkpoint.tensors.items() if not name.endswith((SCALE, *ACTIVATION_SCALES))
+    }
+    if found == shapes and not model.state_dict().keys() - _names_with_ties(model):
+        _fill(model, checkpoint)
+    else:  # tensors that the library renames, merges or leaves out as it loads, or wrong ones
+        model = _from_pretrained(library.transformers, checkpoint, parameters)
+    return CausalLM(model.eval(), dtype)
+
+
+def _names_with_ties(model: Any) -> set[str]:
+    """All names of parameters, those of tied ones too."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+@torch.no_grad()
+def _fill(model: Any, checkpoint: Checkpoint) -> None:
+    """Allocates each parameter and writes it from slices of the files, so that memory holds nothing twice."""
+    filled: dict[int, torch.nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for key, empty in list(module._parameters.items()):
+            if empty is None:
+                continue
+            if id(empty) not in filled:
+                name = names[id(empty)]
+                values = torch.empty(empty.shape, dtype=empty.dtype)
+                for rows, part in checkpoint.read(name):
+                    (values if values.ndim else values[None])[rows] = part.to(values.dtype)
+                check_values(name, values, checkpoint.path)
+                filled[id(empty)] = torch.nn.Parameter(values)
+                _return_freed_memory()
+            module._parameters[key] = filled[id(empty)]
+
+
+def _from_pretrained(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The library's own way, which knows the names of every family and version, at the memory of model and checkpoint."""
+    path = str(checkpoint.path)
     options: dict[str, Any] = {}
     if "quantization_config" in checkpoint.config:
         options["quantization_config"] = library.CompressedTensorsConfig(dequantize=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="You passed `quantization_config`"
-            )  # with which it says to de-quantise
+            # With a config is how it is told to de-quantise.
+            warnings.filterwarnings("ignore", message="You passed `quantization_config`")
             model, report = library.AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=parameters,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
+                path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
             )
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, KeyError) as error:
         raise ValueError(f"{path} cannot be loaded by transformers: {_first_line(error)}") from None
     for what, word in _PROBLEMS.items():
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in report[what])
@@ -224,11 +269,8 @@ def load_transformers(
                 f"{path} {word} the tensor {names[0]}{_more(names)}: take config.json and weights of one checkpoint"
             )
     for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and not parameter.any():
-            raise ValueError(zeros(name, checkpoint.path))
-        if not parameter.isfinite().all():
-            raise ValueError(not_finite(name, checkpoint.path))
-    return CausalLM(model, dtype)
+        check_values(name, parameter, checkpoint.path)
+    return model
 
 
 _PROBLEMS = {
@@ -238,12 +280,23 @@ _PROBLEMS = {
 }
 
 
-def _library() -> Any:
+class Libraries(NamedTuple):
+    """The packages that models of transformers need."""
+
+    transformers: Any
+    accelerate: Any
+
+
+def libraries() -> Libraries:
+    """Imports them. Raises `ValueError` if they are not installed."""
     try:
+        import accelerate
         import transformers
-    except ImportError:
-        raise ImportError("this needs the package transformers: pip install 'octavo[hf]'") from None
-    return transformers
+    except ImportError as error:
+        raise ValueError(
+            f"this needs the packages transformers and accelerate: pip install 'octavo[hf]' ({error})"
+        ) from None
+    return Libraries(transformers, accelerate)
 
 
 def _first_line(error: BaseException) -> str:
