@@ -97,12 +97,8 @@ def reproduce_fig7(arguments: argparse.Namespace, say: Say = print) -> None:
     losses: list[fig7.Loss] = []
     for gradients in rank_gradients(model, batches, arguments.memory * 2**30):
         losses += fig7.measure(gradients, threshold)
-        last = {loss.strategy: loss for loss in losses[-6:] if loss.algorithm == "nccl"}
-        say(
-            f"{gradients.name}: "
-            + ", ".join(f"{name} {loss.snr_db:.1f} dB" for name, loss in last.items())
-            + " on the ring"
-        )
+        found = [f"{loss.strategy} {loss.snr_db:.1f}" for loss in losses[-9:] if loss.algorithm == "one_cast"]
+        say(f"{gradients.name}: SNR with one cast in dB: {', '.join(found)}")
     blocks = fig7.by_block(losses)
     conditions = {
         "run": str(run.checkpoint),
@@ -117,7 +113,7 @@ def reproduce_fig7(arguments: argparse.Namespace, say: Say = print) -> None:
     _write_conditions(out, conditions)
     fig7.write_csv(out / "fig7.csv", blocks)
     fig7.write_csv(out / "fig7_tensors.csv", losses)
-    say("\n" + fig7.format_table(blocks) + "\n\nclaims of the paper, on the ring:\n" + fig7.format_claims(blocks))
+    say("\n" + fig7.format_table(blocks) + "\n\nclaims of the paper:\n" + fig7.format_claims(blocks))
     title = (
         f"gradients of {ranks} ranks, {conditions['tokens_per_rank']:,} tokens each: {run.config.name}, step {conditions['step']}, "
         f"recipe {run.config.recipe.name}"
@@ -139,7 +135,7 @@ def reproduce_sensitivity(arguments: argparse.Namespace, say: Say = print) -> No
     sensitivity.write_csv(out / "sensitivity.csv", outcomes)
     title = f"{config.name}: {config.train.steps} steps, {ranks} ranks, ring, recipe {config.recipe.name}"
     figures.plot_sensitivity(out / "sensitivity.png", outcomes, title)
-    auto = next(outcome.variant for outcome in outcomes if outcome.variant in chosen[-len(arguments.thresholds) :])
+    auto = next(variant for variant in chosen if variant.algorithm == "nccl" and variant.strategy == "auto")
     plot_mu(out / "mu.png", read_metrics(out / auto.label / "metrics.jsonl"), f"{title}, {auto.label}")
     say(f"{out}/sensitivity.png, mu.png, sensitivity.csv, conditions.json")
 

@@ -1,35 +1,48 @@
 """Figure 7 of FP8-LM: what the sum of N ranks' FP8 gradients loses, for each transformer block.
 
-The paper shows pre-, post- and auto-scaling at 128 ranks, summed along NCCL's ring; here two-shot is beside it. Of a block (its
-weight matrices together), with g_i the FP32 gradient of rank i and m the mean that the reduction gives:
+The paper compares pre-, post- and auto-scaling at 128 ranks, and does not say how its sums were rounded. Here are three ways:
+
+    one_cast   Eqs. 1-6 as they are written: codes of one scale, summed without rounding, and the sum cast with that scale
+    nccl       the same along a ring, which rounds at each of N - 1 hops
+    two_shot   the sum cast with a scale of its own (octavo's default), so that µ has nothing to do and stays at 1
+
+Of a block (its weight matrices together), with g_i the FP32 gradient of rank i and m the mean that the reduction gives:
 
     SNR        10·log10( Σ ḡ² / Σ (m - ḡ)² ),  ḡ = mean of g_i in FP32
     underflow  share of the values g_i ≠ 0 that are sent as zero, whether storing or scaling flushed them
-    overflow   share of the sums that reached the largest code (the ring saturates; two-shot casts the sum with a scale of its own)
+    overflow   share of the sums that reached the largest code; none with two-shot
 
 µ of auto-scaling moves by Eq. 3 over hundreds of steps. The weights here stand still, so µ is put where that rule takes it: the largest
 power of two at which the share of saturated sums is not above the threshold. (A run also spends about one step in a period above
 it, in which it finds that out.)
 
-The paper's figure has no unit for its SNR; as a power ratio, 150 to 200 are 21.8 to 23.0 dB.
+The paper's figure has no unit for its SNR: if it is a ratio of powers, 150 to 200 are 21.8 to 23.0 dB.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
+import torch
+from torch import Tensor
+
+from octavo import kernels
 from octavo.distributed.autoscale import CEILING, AutoScale, Strategy, lowest_mu
-from octavo.distributed.emulate import Reduced, reduce_emulated
+from octavo.distributed.emulate import reduce_emulated
+from octavo.formats import E4M3
 from octavo.reproduce.gradients import RankGradients
 from octavo.tensor import ScaledTensor
 
 STRATEGIES: tuple[Strategy, ...] = ("pre", "post", "auto")
-ALGORITHMS = ("nccl", "two_shot")
+ALGORITHMS = ("one_cast", "nccl", "two_shot")
+SATURATING = ("one_cast", "nccl")
+"""Those whose sums can overflow, so that µ matters."""
 PAPER = {
     "pre": "SNR 50-100, underflow 20-60%",
     "post": "SNR 50-150, overflow 0.05-0.25%",
@@ -80,48 +93,70 @@ class Loss:
         return self.saturated / max(self.summed, 1)
 
 
+class Sum(NamedTuple):
+    """A reduction of one matrix."""
+
+    mean: Tensor
+    """FP32."""
+    underflow: Tensor
+    """Share of all stored values, over all ranks, that were not zero and were sent as zero; 0-d."""
+    overflow: Tensor
+    """Share of the sums at the largest code; 0-d."""
+
+
+def reduce(stored: Sequence[ScaledTensor], algorithm: str, mu: float) -> Sum:
+    """The mean of the gradients of all ranks by one of `ALGORITHMS`, with µ a power of two. (The strategies are values of µ.)"""
+    if algorithm == "one_cast":
+        return _one_cast(stored, mu)
+    reduced = reduce_emulated(stored, algorithm, "auto", mu=mu)
+    return Sum(reduced.mean.dequantize(), reduced.underflow, reduced.overflow)
+
+
+def _one_cast(stored: Sequence[ScaledTensor], mu: float) -> Sum:
+    one = torch.ones((), device=stored[0].device)
+    largest = torch.stack([kernels.amax(kernels.uncast(g.codes, g.scale)) for g in stored]).amax()
+    multiplier = kernels.scale_from_amax(largest, E4M3.max) * mu
+    total, flushed = torch.zeros(stored[0].shape, device=one.device), torch.zeros((), device=one.device)
+    for gradient in stored:
+        values = kernels.uncast(gradient.codes, one)
+        sent = kernels.uncast(kernels.cast(values, multiplier / gradient.scale, E4M3.dtype), one)
+        flushed += values.count_nonzero() - sent.count_nonzero()
+        total += sent
+    result = kernels.uncast(kernels.cast(total, one, E4M3.dtype), one)
+    overflow = (result.abs() == E4M3.max).float().mean()
+    return Sum(result / (len(stored) * multiplier), flushed / (total.numel() * len(stored)), overflow)
+
+
 def measure(gradients: RankGradients, threshold: float = 1e-5) -> Iterator[Loss]:
     """The losses of one matrix with each algorithm and strategy; `threshold` is that of Eq. 3."""
+    world = len(gradients.stored)
     for algorithm in ALGORITHMS:
+        at = functools.cache(functools.partial(reduce, gradients.stored, algorithm))
         for strategy in STRATEGIES:
-            if strategy == "auto" and algorithm == "nccl":
-                mu, reduced = settle(gradients.stored, threshold)
+            if strategy == "auto" and algorithm in SATURATING:
+                mu = settle(at, world, threshold)
             else:
-                mu = float(
-                    AutoScale(["g"], len(gradients.stored), strategy=strategy, sums_exactly=algorithm != "nccl").mu
-                )
-                reduced = reduce_emulated(gradients.stored, algorithm, strategy)
-            yield _loss(gradients, algorithm, strategy, mu, reduced)
+                scale = AutoScale(["g"], world, strategy=strategy, sums_exactly=algorithm not in SATURATING)
+                mu = float(scale.factor(torch.tensor([0])))
+            yield _loss(gradients, algorithm, strategy, mu, at(mu))
 
 
-def settle(stored: Sequence[ScaledTensor], threshold: float) -> tuple[float, Reduced]:
-    """Where auto-scaling takes µ on the ring if the gradients stay as they are, a power of two, and the reduction with it."""
-
-    def at(exponent: int) -> Reduced:
-        return reduce_emulated(stored, "nccl", "auto", mu=2.0**exponent)
-
-    world = len(stored)
-    exponent = math.floor(-0.5 * math.log2(world))  # where AutoScale begins
-    least, most = round(math.log2(lowest_mu(world))), round(math.log2(CEILING))
-    reduced = at(exponent)
-    if float(reduced.overflow) > threshold:
-        while float(reduced.overflow) > threshold and exponent > least:
-            exponent -= 1
-            reduced = at(exponent)
-        return 2.0**exponent, reduced
-    while exponent < most:
-        larger = at(exponent + 1)
-        if float(larger.overflow) > threshold:
-            break
-        exponent, reduced = exponent + 1, larger
-    return 2.0**exponent, reduced
+def settle(at: Callable[[float], Sum], world: int, threshold: float) -> float:
+    """Where auto-scaling takes µ if the gradients stay as they are: a power of two. `at` reduces them with a µ."""
+    mu = 2.0 ** math.floor(-0.5 * math.log2(world))  # where it begins
+    while float(at(mu).overflow) > threshold and mu > lowest_mu(world):
+        mu /= 2
+    if float(at(mu).overflow) <= threshold:
+        while mu < CEILING and float(at(2 * mu).overflow) <= threshold:
+            mu *= 2
+    return mu
 
 
-def _loss(gradients: RankGradients, algorithm: str, strategy: str, mu: float, reduced: Reduced) -> Loss:
+def _loss(gradients: RankGradients, algorithm: str, strategy: str, mu: float, result: Sum) -> Loss:
     numel, world = gradients.mean.numel(), len(gradients.stored)
     exact = gradients.mean.double()
-    # Against the values before they were stored; `reduced` itself compares with what was stored.
-    noise = (reduced.mean.dequantize() - exact).square().sum()
+    # Against the values before they were stored, not those that were sent.
+    noise = (result.mean - exact).square().sum()
     return Loss(
         block=gradients.block,
         name=gradients.name,
@@ -131,9 +166,9 @@ def _loss(gradients: RankGradients, algorithm: str, strategy: str, mu: float, re
         signal=float(exact.square().sum()),
         noise=float(noise),
         sent=gradients.nonzero,
-        flushed=gradients.flushed + round(float(reduced.underflow) * numel * world),
+        flushed=gradients.flushed + round(float(result.underflow) * numel * world),
         summed=numel,
-        saturated=round(float(reduced.overflow) * numel),
+        saturated=round(float(result.overflow) * numel),
     )
 
 
@@ -167,9 +202,9 @@ def write_csv(path: Path, losses: Sequence[Loss]) -> None:
 
 
 def format_table(blocks: Sequence[Loss]) -> str:
-    """Plain text: of each algorithm and strategy the range over the blocks, the paper's figures beside the ring."""
+    """Plain text: of each algorithm and strategy the range over the blocks, the paper's figures beside those that saturate."""
     lines = [
-        f"{'sum':9s} {'scaling':8s} {'SNR, dB':>14s} {'as a ratio':>14s} {'underflow, %':>15s} {'overflow, %':>17s}  paper (7B, ring)"
+        f"{'sum':9s} {'scaling':8s} {'SNR, dB':>14s} {'as a ratio':>14s} {'underflow, %':>15s} {'overflow, %':>17s}  paper (7B, 128 ranks)"
     ]
     for algorithm in ALGORITHMS:
         for strategy in STRATEGIES:
@@ -181,26 +216,25 @@ def format_table(blocks: Sequence[Loss]) -> str:
                 f"{_range([100 * loss.underflow for loss in chosen], '.2f'):>15s}",
                 f"{_range([100 * loss.overflow for loss in chosen], '.4f'):>17s}",
             ]
-            claim = PAPER[strategy] if algorithm == "nccl" else ""
+            claim = PAPER[strategy] if algorithm in SATURATING else ""
             lines.append(f"{algorithm:9s} {strategy:8s} {' '.join(columns)}  {claim}".rstrip())
     return "\n".join(lines)
 
 
 def format_claims(blocks: Sequence[Loss]) -> str:
-    """The paper's qualitative claims about the ring, and in how many blocks they hold here."""
-    ring = {(loss.strategy, loss.block): loss for loss in blocks if loss.algorithm == "nccl"}
-    numbers = sorted({block for _, block in ring})
-    claims = {
-        "auto-scaling has the best SNR": [
-            ring["auto", b].snr_db >= max(ring["pre", b].snr_db, ring["post", b].snr_db) for b in numbers
-        ],
-        "it underflows less than pre-scaling": [ring["auto", b].underflow < ring["pre", b].underflow for b in numbers],
-        "it overflows no more than post-scaling": [
-            ring["auto", b].overflow <= ring["post", b].overflow for b in numbers
-        ],
-        "it overflows at most 0.05%": [ring["auto", b].overflow <= 5e-4 for b in numbers],
-    }
-    return "\n".join(f"  {claim}: in {sum(holds)} of {len(holds)} blocks" for claim, holds in claims.items())
+    """The paper's qualitative claims, and in how many blocks they hold here for each algorithm whose sums can overflow."""
+    lines = []
+    for algorithm in SATURATING:
+        found = {(loss.strategy, loss.block): loss for loss in blocks if loss.algorithm == algorithm}
+        trios = [[found[strategy, block] for strategy in STRATEGIES] for block in sorted({block for _, block in found})]
+        claims = {
+            "auto-scaling has the best SNR": [auto.snr_db >= max(pre.snr_db, post.snr_db) for pre, post, auto in trios],
+            "it underflows less than pre-scaling": [auto.underflow < pre.underflow for pre, _, auto in trios],
+            "it overflows less than post-scaling": [auto.overflow < post.overflow for _, post, auto in trios],
+            "it overflows at most 0.05%": [auto.overflow <= 5e-4 for _, _, auto in trios],
+        }
+        lines += [f"  {algorithm}: {claim} in {sum(holds)} of {len(holds)} blocks" for claim, holds in claims.items()]
+    return "\n".join(lines)
 
 
 def _range(values: Sequence[float], form: str) -> str:

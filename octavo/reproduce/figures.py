@@ -10,11 +10,16 @@ from octavo.reproduce.fig7 import ALGORITHMS, STRATEGIES, Loss
 from octavo.reproduce.sensitivity import PRECISE, Outcome
 from octavo.train.plots import COLOURS, new_figure, write_figure
 
-NAMES = {"nccl": "ring", "two_shot": "two-shot"}
+STYLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one_cast": ("one cast", {"linestyle": "-", "marker": "o"}),
+    "nccl": ("ring", {"linestyle": ":", "marker": "s"}),
+    "two_shot": ("two-shot", {"linestyle": (0, (4, 2)), "marker": "x"}),
+}
+"""Name and line of each algorithm."""
 
 
 def plot_fig7(path: Path, blocks: Sequence[Loss], title: str) -> None:
-    """Three panels over the blocks: SNR, underflow, overflow; a colour for each strategy, dashes for two-shot."""
+    """Three panels over the blocks: SNR, underflow, overflow; a colour for each strategy, a line for each algorithm."""
     figure, panels = new_figure(1, 3, figsize=(12, 4.2))
     quantities = {
         "SNR against the FP32 mean (dB)": lambda loss: loss.snr_db,
@@ -23,28 +28,26 @@ def plot_fig7(path: Path, blocks: Sequence[Loss], title: str) -> None:
     }
     for axes, (label, value) in zip(panels, quantities.items(), strict=True):
         for algorithm in ALGORITHMS:
+            name, style = STYLES[algorithm]
             # Where lines coincide, the wider ones show below the others.
             for strategy, colour, width in zip(STRATEGIES, COLOURS[1:], (3.6, 2.4, 1.2), strict=False):
                 chosen = [loss for loss in blocks if (loss.algorithm, loss.strategy) == (algorithm, strategy)]
-                style = (
-                    {"linestyle": "-", "marker": "o"}
-                    if algorithm == "nccl"
-                    else {"linestyle": (0, (4, 2)), "marker": "x"}
-                )
                 axes.plot(
                     [loss.block for loss in chosen],
                     [value(loss) for loss in chosen],
                     color=colour,
                     markersize=4,
                     linewidth=width,
-                    label=f"{strategy}, {NAMES[algorithm]}",
+                    label=f"{strategy}, {name}",
                     **style,
                 )
         axes.set_xlabel("transformer block")
         axes.set_ylabel(label)
         axes.xaxis.get_major_locator().set_params(integer=True)
         _tidy(axes)
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, frameon=False, fontsize=8
+    )
     figure.suptitle(title, fontsize=10)
     write_figure(figure, path)
 
