@@ -695,6 +695,9 @@ def names_and_values(seed: int) -> None:
     model = DataParallel(build(seed + 1))
     assert list(model.state_dict()) == list(plain.state_dict())
     model.load_state_dict(plain.state_dict(), strict=True)
+    with pytest.raises(ValueError, match="load before wrapping"):
+        model.load_state_dict(plain.state_dict(), assign=True)
+    assert "ranks=2, grad_reduce=two_shot" in repr(model)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
 
 

@@ -270,9 +270,17 @@ class DataParallel(nn.Module):
         """The state of the module, under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state of the module."""
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state of the module. Raises `ValueError` for `assign`: new parameters would not be reduced."""
+        if assign and self.world > 1:
+            raise ValueError(
+                "assign=True would replace the parameters that are reduced: load before wrapping, or copy (assign=False)"
+            )
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def extra_repr(self) -> str:
+        """Ranks, and how they reduce."""
+        return f"ranks={self.world}, grad_reduce={self.recipe.grad_reduce}, grad_scaling={self.recipe.grad_scaling}"
 
     def scaling_state_dict(self) -> dict[str, Tensor]:
         """µ and its counters by "parameter/entry", 0-d tensors that share memory; empty with one rank."""
