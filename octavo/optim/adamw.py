@@ -216,9 +216,9 @@ class AdamW(torch.optim.Optimizer):
             for slot in slots
         ]
         kernels.adamw(operands, torch.stack(columns, dim=1), plan.keys, ok, maxima, formats)
-        for slot, one in zip(slots, operands, strict=True):
+        for slot, updated in zip(slots, operands, strict=True):
             if not slot.codes.is_contiguous():
-                slot.codes.copy_(one.param.view(slot.codes.shape))
+                slot.codes.copy_(updated.param.view(slot.codes.shape))
         # (Adding one tensor to a list of them waits for the device.)
         torch._foreach_add_([slot.state["step"] for slot in slots], [ok.float()] * len(slots))
         one = torch.ones_like(ok, dtype=torch.float32)

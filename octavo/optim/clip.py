@@ -69,7 +69,7 @@ def gradient_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> list[Tens
         if norm_type == 2:
             norms = kernels.magnitudes(values)[1].sqrt()
         else:
-            norms = torch.stack([_chunked_norm(*one, norm_type) for one in values])
+            norms = torch.stack([_chunked_norm(codes, residual, norm_type) for codes, residual in values])
         one = torch.ones((), device=device)
         result.append(norms / torch.stack([one if scale is None else scale for scale in scales]).double())
     return result

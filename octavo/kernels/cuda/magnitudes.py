@@ -35,7 +35,9 @@ def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:
     device, n = tensors[0].values.device, len(tensors)
     amaxes = torch.zeros(n, dtype=torch.int32, device=device)
     sums = torch.zeros(n, dtype=torch.float64, device=device)
-    tensors = [Values(*(part if part is None else part.contiguous() for part in one)) for one in tensors]
+    tensors = [
+        Values(values.contiguous(), None if residual is None else residual.contiguous()) for values, residual in tensors
+    ]
     alike: dict[tuple, list[int]] = {}
     for number, one in enumerate(tensors):
         alike.setdefault((one.values.dtype, one.residual is not None, aligned(one)), []).append(number)
