@@ -28,6 +28,7 @@ import numpy as np
 from datasketch import MinHash, MinHashLSH
 from datatrove.data import Document
 from datatrove.pipeline.dedup.minhash import MinhashDedupBuckets
+from datatrove.utils.logging import logger
 
 from octavo.prepare.dedup import Resolve, Signatures, minhash_config
 from octavo.prepare.readers import Source, SourceReader
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/octavo/packages"), help="of the packages")
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "dedup.csv")
     args = parser.parse_args()
+    logger.disable("datatrove")
     table = []
     for name in SOURCES:
         documents = load(name, args.cache.expanduser())
