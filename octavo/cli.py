@@ -4,6 +4,7 @@
     octavo demo [--set path=value]… [--seed N]            BF16 beside FP8 on this machine, with two figures
     octavo eval MODEL… --tasks FOLDER|hub                 zero-shot scores, perplexity, held-out loss; --compare for results
     octavo export RUN OUT [--format fp8]                  a run as a Hugging Face checkpoint
+    octavo plan PRESET [--set path=value]… [--gpu h200]   bytes by kind, the peak, what fits and the time of a step
     octavo presets                                        list the presets
     octavo prepare CONFIG [--set path=value]…             a corpus from sources: filters, no copies, token shards, a report
     octavo reproduce fig7|sensitivity|mu                  experiments of the paper, its claims beside what is measured
@@ -109,6 +110,18 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from octavo.plan import format_plan, make_plan
+    from octavo.settings import override
+    from octavo.train.presets import get_preset
+
+    try:
+        print(format_plan(make_plan(override(get_preset(arguments.preset), arguments.set), arguments.gpu)))
+    except (ValueError, OSError) as error:
+        return _fail(2, error)
+    return 0
+
+
 def _presets(arguments: argparse.Namespace) -> int:
     from octavo.train.presets import PRESETS
 
@@ -195,7 +208,13 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--contrast", metavar="PATH", help="text as it comes, for the classifier to tell apart")
     models.add_argument("--out", metavar="FOLDER", help="where the models go, then filters.models of a config")
     prepare.set_defaults(run=_prepare)
-    for command in (train, demo, prepare):
+    plan = commands.add_parser(
+        "plan", help="what a run needs on one GPU", description="Bytes, time and what fits, without running it."
+    )
+    plan.add_argument("preset", metavar="PRESET", help="see `octavo presets`")
+    plan.add_argument("--gpu", default="h200", metavar="NAME", help="h200 (default) or h100")
+    plan.set_defaults(run=_plan)
+    for command in (train, demo, prepare, plan):
         command.add_argument(
             "--set",
             action="append",

@@ -1,0 +1,135 @@
+"""What of a run decides its memory, as numbers: `Setup`, and the bytes that rest between steps.
+
+Legend: N tokens of a micro-batch, d channels, A channels of all query heads, G those of all key heads, F feed-forward width,
+V rows of the head, e bytes of an activation; |w| elements of a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from octavo.convert.policy import MIN_SIDE
+from octavo.formats import E4M3, FP32, Format
+from octavo.models import TransformerConfig
+from octavo.recipe import Recipe
+
+WEIGHTS, OTHER, GRADIENTS, STATES = "weights", "other parameters", "gradients", "optimizer states"
+COPIES, RESIDUAL, ATTENTION, FEED_FORWARD = "weight copies", "residual stream", "attention", "feed-forward"
+HEAD, WORK = "head and loss", "workspace"
+KINDS = (WEIGHTS, OTHER, GRADIENTS, STATES, COPIES, RESIDUAL, ATTENTION, FEED_FORWARD, HEAD, WORK)
+"""Kinds of bytes. `weights` are those of converted layers; `weight copies` the FP8 (or BF16) operands cast from them."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training step: model, recipe and how it is run."""
+
+    model: TransformerConfig
+    recipe: Recipe
+    seq_len: int
+    micro_batch: int
+    micro_batches: int = 1
+    """Micro-batches of an optimizer step."""
+    compiled: bool = False
+    """Blocks and loss run under `torch.compile`."""
+    release: Literal["none", "partial", "two_pass"] = "none"
+    device: Literal["cuda", "cpu"] = "cuda"
+    """A CPU has an RMSNorm made of many operations, which keeps FP32 copies; the plan is proved there, and meant for a GPU."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.seq_len * self.micro_batch
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return self.model.dtype.itemsize
+
+    @property
+    def accumulates(self) -> bool:
+        return self.micro_batches > 1
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of a block: (inputs, outputs)."""
+        m = self.model
+        up = m.ffn_width * (1 if m.dialect == "gpt" else 2)
+        return {
+            "qkv": (m.dim, (m.n_heads + 2 * m.kv_heads) * m.head_dim),
+            "attention out": (m.attention_width, m.dim),
+            "up": (m.dim, up),
+            "ffn out": (m.ffn_width, m.dim),
+        }
+
+    def converted(self, name: str) -> bool:
+        """Whether the layer becomes FP8."""
+        return self.recipe.converts and min(self.linears[name]) >= MIN_SIDE
+
+    def size(self, name: str) -> int:
+        """Elements of the layer's weight."""
+        inputs, outputs = self.linears[name]
+        return inputs * outputs
+
+    # --- bytes of one weight
+
+    def weight_bytes(self, name: str) -> int:
+        """Storage of the weight itself."""
+        master = self.recipe.master if self.converted(name) else None
+        return self.size(name) * 4 if master is None else self.size(name) * master.dtype.itemsize + 4
+
+    def gradient_bytes(self, name: str) -> int:
+        """Storage of its finished gradient, with the residual byte that sums of micro-batches have."""
+        if not self.converted(name) or self.recipe.grad is None:
+            return 4 * self.size(name)
+        return self.size(name) * (2 if self.accumulates else 1) + 4
+
+    def state_bytes(self, name: str) -> int:
+        """Both moments with their scales, and the step."""
+        if not self.converted(name):
+            return 8 * self.size(name) + 4
+        moments = ((self.recipe.exp_avg, self.recipe.exp_avg_block), (self.recipe.exp_avg_sq, self.recipe.exp_avg_sq_block))
+        return 4 + sum(_stored(self.size(name), fmt, block) for fmt, block in moments)
+
+    def operand_bytes(self, name: str) -> int:
+        """The copy of the weight that eager GEMMs read, alive from forward to backward: row-major and transposed FP8, or BF16.
+
+        An E4M3 master is its own operand, and an FP32 model multiplies FP32 weights as they are.
+        """
+        if self.converted(name):
+            return 0 if self.recipe.master is E4M3 else 2 * self.size(name)
+        return 0 if self.model.dtype == torch.float32 else self.itemsize * self.size(name)
+
+    # --- sums
+
+    @property
+    def converted_parameters(self) -> int:
+        """Elements of all converted weights."""
+        return self.model.n_layers * sum(self.size(name) for name in self.linears if self.converted(name))
+
+    @property
+    def head_elements(self) -> int:
+        return self.model.padded_vocab_size * self.model.dim
+
+    @property
+    def other_parameters(self) -> int:
+        """Elements of embeddings, head, norms and biases, and of layers that stay plain."""
+        return self.model.num_parameters - self.converted_parameters
+
+    def resident(self) -> dict[str, int]:
+        """Bytes that rest between steps, by kind."""
+        layers, names = self.model.n_layers, [name for name in self.linears if self.converted(name)]
+        found = {
+            WEIGHTS: layers * sum(self.weight_bytes(name) for name in names),
+            OTHER: 4 * self.other_parameters,
+            STATES: layers * sum(self.state_bytes(name) for name in names) + 8 * self.other_parameters,
+        }
+        return {kind: size for kind, size in found.items() if size}
+
+
+def _stored(count: int, fmt: Format, block: int | None) -> int:
+    scales = 0 if fmt is FP32 else 1 if block is None else -(-count // block)
+    return count * fmt.dtype.itemsize + 4 * scales

@@ -1,0 +1,122 @@
+"""The measured side of the plan: bytes alive in the actual training step, at the boundaries of kernels.
+
+A dispatch mode sees every allocation that an operation makes and every storage that dies. Kernels run as the opaque operators that
+`torch.compile` sees, so that what the CPU reference allocates inside of one, and a GPU kernel does not, is left out. On fake
+tensors, which have sizes and no memory, models of any size can be measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from octavo import kernels
+from octavo.convert import convert
+from octavo.models import Transformer
+from octavo.optim import AdamW, clip_grad_norm_, release_gradients
+from octavo.plan.shapes import Setup
+from octavo.tensor import ScaledTensor
+
+
+class AliveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made inside the context and that live still: now, and the most after any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.where = ""
+        self._seen: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if ScaledTensor in types:
+            return NotImplemented  # it computes on plain tensors, which come here
+        result = func(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, torch.Tensor):
+                self._add(item)
+        if self.now > self.peak:
+            self.peak, self.where = self.now, str(func)
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self.now += size
+
+        def gone(_, key=key, size=size):
+            self._seen.pop(key, None)
+            self.now -= size
+
+        self._seen[key] = weakref.ref(storage, gone)
+
+
+@contextmanager
+def _fake(model_of: list[nn.Module]) -> Iterator[None]:
+    """Fake tensors, with which a parameter cannot be swapped: converted weights become new parameters instead."""
+
+    def replace(param, value, grad):
+        for module in model_of[0].modules():
+            for name, own in module._parameters.items():
+                if own is param:
+                    module._parameters[name] = nn.Parameter(value)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("octavo.convert.layers"), "_check_replaceable", lambda modules: None)
+        patch.setattr(importlib.import_module("octavo.linear.module"), "replace_parameter", replace)
+        patch.setattr(kernels, "adamw", lambda *args, **kwargs: None)
+        patch.setattr(kernels, "magnitudes", lambda values: (torch.ones(len(values)), torch.ones(len(values)).double()))
+        yield
+
+
+def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as one operation: no mode sees what it allocates inside."""
+
+    def run(*args, **kwargs):
+        with _disable_current_modes():
+            return kernel(*args, **kwargs)
+
+    return run
+
+
+def measure(setup: Setup, fake: bool = False, seed: int = 0) -> tuple[int, int, str]:
+    """(peak, bytes between steps, operation at the peak) of the second optimizer step on the CPU."""
+    holder: list[nn.Module] = []
+    with pytest.MonkeyPatch.context() as patch, _fake(holder) if fake else nullcontext(), AliveBytes() as alive:
+        patch.setattr(kernels, "is_compiling", lambda: True)
+        for name in () if fake else ("adamw", "magnitudes"):
+            patch.setattr(kernels, name, _unseen(getattr(kernels, name)))
+        if fake:
+            holder.append(Transformer(setup.model))
+            convert(holder[0], setup.recipe)
+        else:
+            holder.append(Transformer.build(setup.model, setup.recipe, seed=seed))
+        model = holder[0]
+        optimizer = AdamW(model.parameters(), lr=1e-4, recipe=setup.recipe)
+        release = None if setup.release == "none" else release_gradients(model, optimizer, 1.0, setup.release)
+        for _ in range(2):
+            optimizer.zero_grad()
+            alive.peak = rest = alive.now
+            for _ in range(setup.micro_batches):
+                tokens = torch.randint(setup.model.vocab_size, (2, setup.micro_batch, setup.seq_len))
+                loss = model(tokens[0], tokens[1]) / setup.micro_batches
+                if release is None:
+                    loss.backward()
+                else:
+                    release.step(loss)
+                del loss, tokens
+            if release is None:
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        return alive.peak, rest, alive.where
