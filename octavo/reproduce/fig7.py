@@ -233,7 +233,11 @@ def format_claims(blocks: Sequence[Loss]) -> str:
             "it overflows less than post-scaling": [auto.overflow < post.overflow for _, post, auto in trios],
             "it overflows at most 0.05%": [auto.overflow <= 5e-4 for _, _, auto in trios],
         }
+        margins = [auto.snr_db - max(pre.snr_db, post.snr_db) for pre, post, auto in trios]
         lines += [f"  {algorithm}: {claim} in {sum(holds)} of {len(holds)} blocks" for claim, holds in claims.items()]
+        lines.append(
+            f"  {algorithm}: its SNR minus the better of the other two is {min(margins):+.3f} to {max(margins):+.3f} dB"
+        )
     return "\n".join(lines)
 
 

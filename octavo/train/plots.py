@@ -96,6 +96,7 @@ def plot_mu(path: Path, records: Sequence[Mapping[str, Any]], title: str) -> Non
             axes.plot(steps, [math.nan if v is None else v for v in values], color=colour, linewidth=1.2, label=name)
     top.set_yscale("log", base=2)
     bottom.set_yscale("symlog", linthresh=1e-6)
+    bottom.set_ylim(bottom=0)
     top.set_ylabel("µ")
     bottom.set_ylabel("share of sums at\nthe largest code")
     bottom.set_xlabel("optimizer step")
