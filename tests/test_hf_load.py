@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ NORM, DOWN, Q = (
         ({DOWN: torch.randn(96, 64)}, ["model.layers.1.mlp.down_proj.weight", "(96, 64)"]),
         ({Q: torch.zeros(64, 64)}, ["model.layers.0.self_attn.q_proj.weight", "all zeros"]),
         ({DOWN: _nan((64, 96))}, ["model.layers.1.mlp.down_proj.weight", "infinity or NaN"]),
+        ({NORM: torch.zeros(64)}, ["model.norm.weight", "all zeros"]),
         ({NORM: torch.full((64,), float("inf"))}, ["model.norm.weight", "infinity or NaN"]),
         ({Q: torch.randint(-9, 9, (64, 64), dtype=torch.int8)}, ["model.layers.0.self_attn.q_proj.weight", "I8"]),
         ({Q: torch.randn(64, 64).to(torch.float8_e4m3fn)}, ["model.layers.0.self_attn.q_proj.weight", "_scale"]),
@@ -133,7 +135,7 @@ def test_tensors_are_named(changes: dict, words: list[str], tmp_path: Path) -> N
     [
         ({DOWN: None}, ["model.layers.1.mlp.down_proj.weight"]),
         ({"model__extra__weight": torch.ones(3)}, ["model.extra.weight"]),
-        ({DOWN: torch.randn(64, 95)}, ["transformers"]),
+        ({DOWN: torch.randn(64, 95)}, ["another shape", "model.layers.1.mlp.down_proj.weight"]),
         ({Q: torch.zeros(64, 64)}, ["model.layers.0.self_attn.q_proj.weight", "all zeros"]),
         ({DOWN: _nan((64, 96))}, ["model.layers.1.mlp.down_proj.weight", "infinity or NaN"]),
     ],
@@ -144,6 +146,23 @@ def test_tensors_are_named_for_the_model_of_transformers(changes: dict, words: l
     with pytest.raises(ValueError) as error:
         load_transformers(tmp_path)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(tmp_path), *words])
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hidden_size": "64"}, "hidden_size|wrong kind"),
+        ({"num_attention_heads": 0}, "config.json|n_heads"),
+        ({"quantization_config": "compressed-tensors"}, "quantised with compressed-tensors"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_decoder, load_transformers])
+def test_wrong_values_in_the_config_are_errors_of_the_user(load: Any, changes: dict, word: str, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=word) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_tied_head_that_is_stored_must_be_the_embedding(seed: int, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_transformers_gives_the_same_ids(kind: str, tmp_path: Path) -> None:
         assert theirs(text).input_ids == ids.tolist()
         assert theirs.decode(ids.tolist()) == text
     again = FileTokenizer(out)
+    assert again.vocabulary() == ours.vocabulary()
     assert [ids.tolist() for ids in again.encode_batch(TEXTS)] == [ids.tolist() for ids in ours.encode_batch(TEXTS)]
 
 

@@ -175,6 +175,10 @@ def test_the_vocabulary_must_be_the_checkpoints(tmp_path: Path) -> None:
     assert Trainer(run_config(tmp_path, checkpoint)).data.vocab_size == 257  # rows may be padded
     with pytest.raises(ValueError, match=r"other.json has .* tokens, and the tokenizer of .*source has 257"):
         Trainer(run_config(tmp_path, checkpoint, other))
+    assert Trainer(run_config(tmp_path, checkpoint, "data.tokenizer=byte")).data.vocab_size == 257
+    train_bpe(["scale tensor"], 257, tmp_path / "equal.json")
+    with pytest.raises(ValueError, match=r"equal.json has 257 tokens, and the tokenizer of .*source has 257 others"):
+        Trainer(run_config(tmp_path, checkpoint, f"data.tokenizer={tmp_path}/equal.json"))
     (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"no tokenizer.json: set data.tokenizer"):
         Trainer(run_config(tmp_path, checkpoint))

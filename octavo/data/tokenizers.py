@@ -57,7 +57,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def vocabulary(self) -> dict[str, int]:
-        return {**{f"<0x{byte:02X}>": byte for byte in range(256)}, END_OF_TEXT[0]: self.eot}
+        return {**{byte_symbol(byte): byte for byte in range(256)}, END_OF_TEXT[0]: self.eot}
 
 
 class FileTokenizer:
@@ -96,6 +96,14 @@ class FileTokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)
+
+
+def byte_symbol(byte: int) -> str:
+    """The character that stands for a byte in a byte-level BPE: itself where it prints, else one from 256 on, in order."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    if byte in printing:
+        return chr(byte)
+    return chr(256 + sum(other not in printing for other in range(byte)))
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -7,6 +7,7 @@ knows. Both check names and shapes of all tensors first, and refuse a matrix of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import warnings
@@ -122,7 +123,7 @@ class DecoderValues:
                 self._check_finite(piece.name, values)
                 nonzero |= values.any()
                 (target.t() if piece.transposed else target)[rows] = values.to(parameter.device, parameter.dtype)
-            if parameter.ndim > 1 and not nonzero:
+            if name.endswith("weight") and not nonzero:
                 raise ValueError(zeros(piece.name, self._checkpoint.path))
             stop = piece.stop
         parameter[stop:] = 0
@@ -171,8 +172,9 @@ def check_quantization(checkpoint: Checkpoint) -> None:
     quantization = checkpoint.config.get("quantization_config")
     if quantization is None:
         return
+    known = isinstance(quantization, dict) and quantization.get("format") in ("float-quantized", "naive-quantized")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != "compressed-tensors" or quantization.get("format") not in ("float-quantized", "naive-quantized"):
+    if method != "compressed-tensors" or not known:
         raise ValueError(
             f"{checkpoint.path} is quantised with {method}: octavo reads plain weights, FP8 ones of compressed-tensors, and GGUF; "
             "de-quantise it first"
@@ -195,21 +197,20 @@ def load_transformers(
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     library = libraries()
     path = str(checkpoint.path)
+    check_quantization(checkpoint)
+    empty = library.accelerate.init_empty_weights(include_buffers=False) if weights else contextlib.nullcontext()
     try:
         config = library.transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(
-            f"{path} is of an architecture that transformers does not know: {_first_line(error)}"
-        ) from None
-    if not weights:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        return CausalLM(library.transformers.AutoModelForCausalLM.from_config(config, dtype=parameters), dtype)
-    check_quantization(checkpoint)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with library.accelerate.init_empty_weights(include_buffers=False):
-        model = library.transformers.AutoModelForCausalLM.from_config(config, dtype=parameters)
+        with empty:
+            model = library.transformers.AutoModelForCausalLM.from_config(config, dtype=parameters)
+    except Exception as error:  # a wrong value in config.json raises what each architecture pleases
+        raise ValueError(
+            f"{path}/config.json is of an architecture that transformers does not know, or damaged: {_first_line(error)}"
+        ) from None
+    if not weights:
+        return CausalLM(model, dtype)
     model.tie_weights()  # which making them empty has undone
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {
@@ -250,16 +251,15 @@ def _fill(model: Any, checkpoint: Checkpoint) -> None:
 def _from_pretrained(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The library's own way, which knows the names of every family and version, at the memory of model and checkpoint."""
     path = str(checkpoint.path)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # they are reported by name, too
     if "quantization_config" in checkpoint.config:
         options["quantization_config"] = library.CompressedTensorsConfig(dequantize=True)
     try:
         with warnings.catch_warnings():
             # With a config is how it is told to de-quantise.
             warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-            model, report = library.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
-            )
+            model, report = library.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except (RuntimeError, ValueError, OSError, KeyError) as error:
         raise ValueError(f"{path} cannot be loaded by transformers: {_first_line(error)}") from None
     for what, word in _PROBLEMS.items():

@@ -10,7 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
-from octavo.data.tokenizers import END_OF_TEXT, ByteTokenizer, load_tokenizer
+from octavo.data.tokenizers import END_OF_TEXT, ByteTokenizer, byte_symbol, load_tokenizer
 from octavo.hf.checkpoint import TOKENIZER_FILES
 
 
@@ -57,16 +57,8 @@ def _token(path: Path, number: int) -> str:
 def _write_bytes(path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE(vocab={_symbol(byte): byte for byte in range(256)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={byte_symbol(byte): byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT[0], special=True, normalized=False)])
     tokenizer.save(str(path))
-
-
-def _symbol(byte: int) -> str:
-    """The character that stands for a byte in a byte-level BPE: itself where it prints, else one from 256 on, in order."""
-    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    if byte in printing:
-        return chr(byte)
-    return chr(256 + sum(other not in printing for other in range(byte)))

@@ -52,7 +52,7 @@ class Data:
             tokenizer = load_tokenizer(self.tokenizer)
             train, self._held_out = _text(config, tokenizer)
         if source is not None:
-            check_vocabulary(source, self.tokenizer, tokenizer.vocab_size)
+            check_vocabulary(source, self.tokenizer, tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self._train = self._stream(train, seed=seed, rank=rank, world=world)
 

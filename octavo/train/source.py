@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from octavo.convert import convert
-from octavo.data.tokenizers import ByteTokenizer, load_tokenizer
+from octavo.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from octavo.hf.causal_lm import CausalLM
 from octavo.hf.checkpoint import Checkpoint
 from octavo.hf.config import decoder_config
@@ -89,19 +89,20 @@ def source_config(config: TrainConfig, source: Checkpoint) -> TransformerConfig:
     return shape
 
 
-def check_vocabulary(source: Checkpoint, tokenizer: str | Path, vocab_size: int) -> None:
-    """Raises `ValueError` if a tokenizer of `vocab_size` tokens is not of the vocabulary of the checkpoint."""
+def check_vocabulary(source: Checkpoint, path: str | Path, tokenizer: Tokenizer) -> None:
+    """Raises `ValueError` if the `tokenizer` from `path` is not of the vocabulary of the checkpoint."""
+    vocab_size = tokenizer.vocab_size
     rows = source.config.get("vocab_size", vocab_size)
-    if tokenizer != source.tokenizer and source.tokenizer is not None:
-        own = load_tokenizer(source.tokenizer).vocab_size
-        if own != vocab_size:
+    if path != source.tokenizer and source.tokenizer is not None:
+        own = load_tokenizer(source.tokenizer)
+        if own.vocabulary() != tokenizer.vocabulary():
             raise ValueError(
-                f"data.tokenizer={tokenizer} has {vocab_size:,} tokens, and the tokenizer of {source.path} has {own:,}: "
-                "leave data.tokenizer out to use the checkpoint's own"
+                f"data.tokenizer={path} has {vocab_size:,} tokens, and the tokenizer of {source.path} has {own.vocab_size:,}"
+                f"{' others' if own.vocab_size == vocab_size else ''}: leave data.tokenizer out to use the checkpoint's own"
             )
     if not vocab_size <= rows < vocab_size + MAX_PADDING:
         raise ValueError(
-            f"the tokenizer {tokenizer} has {vocab_size:,} tokens, and the embedding of {source.path} {rows:,} rows: "
+            f"the tokenizer {path} has {vocab_size:,} tokens, and the embedding of {source.path} {rows:,} rows: "
             "they are of different vocabularies; set data.tokenizer to the one that the checkpoint was trained with"
         )
 
