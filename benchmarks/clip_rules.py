@@ -145,7 +145,12 @@ def main() -> None:
                 if any(all(row[k] == v for k, v in key.items()) for row in rows):
                     continue
                 numbers = train(arguments.preset, arguments.set, rule, clip, seed)
-                row = {**key, **{k: f"{v:.6g}" for k, v in numbers.items()}, "torch": torch.__version__, "commit": commit}
+                row = {
+                    **key,
+                    **{k: f"{v:.6g}" for k, v in numbers.items()},
+                    "torch": torch.__version__,
+                    "commit": commit,
+                }
                 print(row, flush=True)
                 new = not arguments.csv.exists()
                 with arguments.csv.open("a", newline="") as file:

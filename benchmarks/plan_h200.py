@@ -46,7 +46,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "13b accumulating": ("gpt_13b", "data.micro_batch=1", "train.micro_batches=3"),
     "13b full, release": ("gpt_13b", "data.micro_batch=8", ONE, "model.recompute=full", "optim.release=partial"),
     "20b full": ("gpt_13b", *TWENTY, "data.micro_batch=2", ONE, "model.recompute=full"),
-    "20b full, release": ("gpt_13b", *TWENTY, "data.micro_batch=8", ONE, "model.recompute=full", "optim.release=partial"),
+    "20b full, release": (
+        "gpt_13b",
+        *TWENTY,
+        "data.micro_batch=8",
+        ONE,
+        "model.recompute=full",
+        "optim.release=partial",
+    ),
 }
 
 
@@ -150,7 +157,9 @@ def main() -> None:
         else:
             row = json.loads(done.stdout.strip().splitlines()[-1])
         rows.append({**row, "commit": commit})
-        print({key: round(value, 4) if isinstance(value, float) else value for key, value in rows[-1].items()}, flush=True)
+        print(
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in rows[-1].items()}, flush=True
+        )
         if arguments.csv:
             with arguments.csv.open("w", newline="") as file:
                 writer = csv.DictWriter(file, fieldnames=FIELDS)

@@ -124,7 +124,9 @@ def test_partial_norm_is_exact_where_gradients_keep_their_proportions(seed):
     reference.step()
     for param, expected in zip(model.parameters(), other.parameters(), strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(optimizer.state[param][key], reference.state[expected][key], rtol=1e-5, atol=1e-12)
+            torch.testing.assert_close(
+                optimizer.state[param][key], reference.state[expected][key], rtol=1e-5, atol=1e-12
+            )
 
 
 def test_partial_norm_is_the_formula(seed):
@@ -194,7 +196,9 @@ def test_a_gradient_that_becomes_nan_half_way(recipe, rule, seed):
     release.step(model(*bad))
     handle.remove()
     after_step = tensors(model, optimizer)
-    moved = {name.split("/")[0].removesuffix(".scale") for name in before if not torch.equal(before[name], after_step[name])}
+    moved = {
+        name.split("/")[0].removesuffix(".scale") for name in before if not torch.equal(before[name], after_step[name])
+    }
     if rule == "two_pass":
         assert not moved
     else:

@@ -118,7 +118,11 @@ def test_13b_and_20b_train_on_one_h200():
 def test_each_saving_saves():
     base = plan_of("gpt_7b", "train.micro_batches=1", "data.micro_batch=2")
     peaks = [base.tape.peak]
-    for settings in (["model.recompute=selective"], ["model.recompute=full"], ["model.recompute=full", "optim.release=partial"]):
+    for settings in (
+        ["model.recompute=selective"],
+        ["model.recompute=full"],
+        ["model.recompute=full", "optim.release=partial"],
+    ):
         peaks.append(plan_of("gpt_7b", "train.micro_batches=1", "data.micro_batch=2", *settings).tape.peak)
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
     eager = plan_of("gpt_7b", "train.micro_batches=1", "data.micro_batch=2", "train.compile=false")

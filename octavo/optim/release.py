@@ -64,7 +64,9 @@ def release_gradients(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}: it must be positive, or None")
     if isinstance(model, nn.DataParallel) or (
-        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
     ):
         raise ValueError(
             "gradient release frees each gradient before it could be reduced over processes or devices: train on one GPU, or without it"
@@ -72,7 +74,9 @@ def release_gradients(
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for name, param in model.named_parameters():
         if param.requires_grad and id(param) not in stepped:
-            raise ValueError(f"{name} is trainable, but not in the optimizer: nobody would free its gradient; freeze it, or add it")
+            raise ValueError(
+                f"{name} is trainable, but not in the optimizer: nobody would free its gradient; freeze it, or add it"
+            )
     release = GradientRelease(optimizer, max_norm, rule)
     release.check_no_gradients()
     release.attach()
@@ -170,9 +174,13 @@ class GradientRelease:
         grad = param.grad
         assert grad is not None
         if self._pass == "none":
-            raise RuntimeError("gradients of this model are released: call GradientRelease.step(loss) instead of loss.backward()")
+            raise RuntimeError(
+                "gradients of this model are released: call GradientRelease.step(loss) instead of loss.backward()"
+            )
         if param not in self._place:
-            raise RuntimeError(f"a parameter {tuple(param.shape)} has left the optimizer: remove() the gradient release first")
+            raise RuntimeError(
+                f"a parameter {tuple(param.shape)} has left the optimizer: remove() the gradient release first"
+            )
         norm = gradient_norms([grad])[0][0]
         self._norms[param] = norm
         if self._pass == "update":

@@ -108,7 +108,9 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
         changes["recipe=O2"] = {"recipe": RECIPES["O2"]}
     if setup.release == "none":
         changes["optim.release=partial train.micro_batches=1"] = {"release": "partial", "micro_batches": 1}
-    modes = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[setup.model.recompute]
+    modes = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[
+        setup.model.recompute
+    ]
     for mode in modes:
         chosen: dict[str, Any] = {}
         words = [] if mode == setup.model.recompute else [f"model.recompute={mode}"]
@@ -155,9 +157,13 @@ def format_plan(plan: Plan) -> str:
 
 def kept_per_token(setup: Setup) -> dict[str, float]:
     """Bytes a token that backward keeps of one block, by kind."""
-    one, two = (forward_only(replace(setup, model=replace(setup.model, n_layers=layers))).by_kind() for layers in (1, 2))
+    one, two = (
+        forward_only(replace(setup, model=replace(setup.model, n_layers=layers))).by_kind() for layers in (1, 2)
+    )
     return {
-        kind: (two.get(kind, 0) - one.get(kind, 0)) / setup.tokens for kind in (RESIDUAL, ATTENTION, FEED_FORWARD) if kind in one
+        kind: (two.get(kind, 0) - one.get(kind, 0)) / setup.tokens
+        for kind in (RESIDUAL, ATTENTION, FEED_FORWARD)
+        if kind in one
     }
 
 
@@ -173,9 +179,7 @@ def _verdict(plan: Plan) -> str:
         best = largest_micro_batch(other, memory)
         if best:
             peak = simulate(replace(other, micro_batch=1)).peak
-            return (
-                f"{room}: not even a micro-batch of 1 fits; it does with {words} ({peak / GIB:.1f} GiB; the largest then is {best})"
-            )
+            return f"{room}: not even a micro-batch of 1 fits; it does with {words} ({peak / GIB:.1f} GiB; the largest then is {best})"
     parameters = setup.model.num_parameters
     return (
         f"{room}: nothing fits, whatever is recomputed or released; {parameters / 1e9:.1f}B parameters need a smaller model "

@@ -91,7 +91,10 @@ class Setup:
         """Both moments with their scales, and the step."""
         if not self.converted(name):
             return 8 * self.size(name) + 4
-        moments = ((self.recipe.exp_avg, self.recipe.exp_avg_block), (self.recipe.exp_avg_sq, self.recipe.exp_avg_sq_block))
+        moments = (
+            (self.recipe.exp_avg, self.recipe.exp_avg_block),
+            (self.recipe.exp_avg_sq, self.recipe.exp_avg_sq_block),
+        )
         return 4 + sum(_stored(self.size(name), fmt, block) for fmt, block in moments)
 
     def operand_bytes(self, name: str) -> int:

@@ -51,10 +51,14 @@ def step_time(setup: Setup, gpu: Ceiling) -> StepTime:
     seconds: dict[str, float] = {}
     product = 2.0 * n * layers * fp8
     seconds["FP8 GEMMs"] = product * (1 + again) / gpu.fp8_forward + 2 * product * backwards / gpu.fp8_backward
-    seconds["BF16 GEMMs"] = 2.0 * n * (layers * plain * (1 + again + 2 * backwards) + 3 * setup.head_elements) / gpu.bf16
+    seconds["BF16 GEMMs"] = (
+        2.0 * n * (layers * plain * (1 + again + 2 * backwards) + 3 * setup.head_elements) / gpu.bf16
+    )
     scores = 2.0 * n * layers * setup.seq_len * m.attention_width  # two products of half the keys
     extra = backwards if m.recompute == "selective" else again
-    seconds["attention"] = scores * (1 + extra) / gpu.attention_forward + 2 * scores * backwards / gpu.attention_backward
+    seconds["attention"] = (
+        scores * (1 + extra) / gpu.attention_forward + 2 * scores * backwards / gpu.attention_backward
+    )
     forward, backward = _passes(setup)
     seconds["element-wise"] = n * layers * e * (forward * (1 + again) + backward * backwards) / gpu.elementwise
     seconds["optimizer"] = _optimizer_bytes(setup) / gpu.copy
