@@ -27,6 +27,7 @@ LAYERS = (
     "prepare",
     "hf",
     "train",
+    "plan",
     "evaluate",
     "reproduce",
     "doctor",
