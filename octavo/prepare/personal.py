@@ -54,6 +54,8 @@ SMALL = 32
 
 
 class Scrubbed(NamedTuple):
+    """A text without personal data, and how much of it there was."""
+
     text: str
     emails: int
     ip_addresses: int

@@ -39,11 +39,15 @@ SAMPLE = 200
 
 
 class Record(NamedTuple):
+    """A document of a file, and its number in it."""
+
     number: int
     text: str
 
 
 class Problem(NamedTuple):
+    """What could not be read, where it was and why."""
+
     number: int
     reason: str
     """One of the reasons in the index of `octavo.prepare`."""
