@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import threading
+import time
+import weakref
 
 import pytest
 import ranks
@@ -710,14 +714,54 @@ def different_models(seed: int, kind: str) -> str:
     model = build(seed, {"recipe": ("O1", "O2")[rank]}.get(kind, "O2"), depth=1 + (kind == "depth" and rank == 1))
     if kind == "dtype" and rank == 1:
         model[4].to(torch.bfloat16)
+    model[1].weight.requires_grad_(not (kind == "frozen" and rank == 1))
+    # Buckets follow from the arguments too: ranks that cut them differently would wait for each other.
+    arguments = {
+        "bucket_mb": {"bucket_mb": 1.0 + rank},
+        "grad_reduce": {"recipe": variant(grad_reduce=("nccl", "two_shot")[rank])},
+        "check_every": {"check_every": (None, 5)[rank]},
+    }
     with pytest.raises(ValueError, match="the ranks have different models") as caught:
-        DataParallel(model)
+        DataParallel(model, **arguments.get(kind, {}))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["depth", "dtype", "recipe"])
+@pytest.mark.parametrize("kind", ["depth", "dtype", "recipe", "frozen", "bucket_mb", "grad_reduce", "check_every"])
 def test_G12_different_models_are_an_error_on_all_ranks(kind, seed):
     assert "rank 1 has" in everywhere(2, different_models, seed, kind)
+
+
+def leaves_nothing(seed: int) -> None:
+    """A wrapper that nobody holds is gone, with its thread and model; a parameter among the outputs collects no hooks."""
+
+    class WithLeaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.leaf = build(seed), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return self.layers(x) * self.leaf, self.leaf
+
+    threads = threading.active_count()
+    model = DataParallel(WithLeaf())
+    for step in range(3):
+        output, leaf = model(batch(seed + step, dist.get_rank())[0])
+        (output.square().mean() + leaf.sum()).backward()
+    assert not model.module.leaf._backward_hooks
+    with pytest.raises(TypeError, match="model.module"):
+        copy.deepcopy(model)
+    dropped = weakref.ref(model), weakref.ref(model.module)
+    del model, output, leaf
+    gc.collect()
+    assert [reference() for reference in dropped] == [None, None]
+    end = time.monotonic() + 10
+    while threading.active_count() > threads:
+        assert time.monotonic() < end, "the thread stays"
+        time.sleep(0.01)
+
+
+def test_a_wrapper_that_is_dropped_leaves_nothing(seed):
+    ranks.run(2, leaves_nothing, seed)
 
 
 def drifts(seed: int) -> str:

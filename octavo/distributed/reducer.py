@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,12 @@ class DataParallel(nn.Module):
         _check_device(self.module)
         ranks = Ranks(_own_group(group, self._timeout), self.wire)
         self.ranks = ranks
-        check_alike(self.module, ranks)
+        check_alike(
+            self.module,
+            ranks,
+            f"DataParallel with {self.extra_repr()}, mu_threshold={self.recipe.mu_threshold}, mu_period={self.recipe.mu_period}, "
+            f"bucket_mb={self._bucket_bytes / 2**20:g}, node_size={node_size}, check_every={self._check_every}",
+        )
         send_from_first(self.module, ranks)
         scaled = {id(p) for p in _scaled_parameters(self.module)}
         self._members: list[Member] = []
@@ -150,7 +156,7 @@ class DataParallel(nn.Module):
         output = self.module(*args, **kwargs)
         if not torch.compiler.is_compiling():
             for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # (a leaf would keep the hook)
                     tensor.register_hook(self._begin)
         return output
 
@@ -266,6 +272,13 @@ class DataParallel(nn.Module):
 
     # --- state
 
+    def __getstate__(self) -> Any:
+        if self.world > 1:
+            raise TypeError(
+                "DataParallel belongs to its ranks and cannot be copied or pickled: use that of model.module"
+            )
+        return self.__dict__
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The state of the module, under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
@@ -323,7 +336,17 @@ def _new_group(ranks: list[int], timeout: timedelta) -> Any:
 
 
 def _watch(param: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Registers a hook after accumulation, on frozen parameters too: they may be unfrozen."""
+    """Registers a hook after accumulation, on frozen parameters too: they may be unfrozen.
+
+    It does not keep the wrapper alive: the garbage collector cannot see through a hook, and would never free either.
+    """
+    method = WeakMethod(hook)
+
+    def call(param: Tensor) -> None:
+        alive = method()
+        if alive is not None:
+            alive(param)
+
     requires_grad = param.requires_grad
-    param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(True).register_post_accumulate_grad_hook(call)
     param.requires_grad_(requires_grad)

@@ -28,9 +28,9 @@ CHUNK = 2**20
 """Elements that are summed at a time."""
 
 
-def check_alike(model: nn.Module, ranks: Ranks) -> None:
-    """Raises `ValueError` on all ranks, naming the first difference to rank 0, if their models are not described alike."""
-    lists = ranks.gather_objects(list(_describe(model)))
+def check_alike(model: nn.Module, ranks: Ranks, wrapper: str) -> None:
+    """Raises `ValueError` on all ranks, naming the first difference to rank 0, if models or `wrapper` are not described alike."""
+    lists = ranks.gather_objects([*_describe(model), wrapper])
     for rank, entries in enumerate(lists):
         for wanted, found in zip_longest(lists[0], entries, fillvalue="nothing more"):
             if wanted != found:
@@ -43,7 +43,8 @@ def check_alike(model: nn.Module, ranks: Ranks) -> None:
 def _describe(model: nn.Module) -> Iterator[str]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         stored = f" stored in {tensor.format} codes" if isinstance(tensor, ScaledTensor) else ""
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}{stored}"
+        frozen = "" if tensor.requires_grad or not tensor.is_leaf or not isinstance(tensor, nn.Parameter) else " frozen"
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}{stored}{frozen}"
     for name, module in model.named_modules():
         if isinstance(module, FP8Linear):
             yield f"{name} with {module.recipe}"
