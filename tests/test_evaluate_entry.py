@@ -76,7 +76,7 @@ def test_fp8_beside_bf16(place, capsys, monkeypatch):
     assert (place / "again" / "llama-fp32-vs-llama-O2.png").is_file()
 
 
-def test_a_run_and_a_corpus_by_source(place, seed, tmp_path):
+def test_a_run_and_a_corpus_by_source(place, seed, tmp_path, monkeypatch):
     """The loss of a source is that of the trainer's own model on its windows."""
     rng = np.random.default_rng(seed)
     byte = load_tokenizer("byte")
@@ -106,8 +106,19 @@ def test_a_run_and_a_corpus_by_source(place, seed, tmp_path):
         measured = results.find(f"corpus/{source}")
         assert measured.data["items"] == len(losses) == 4 and measured.data["tokens"] == 4 * 256
         assert measured.metrics["loss"] == pytest.approx(np.mean(losses), rel=0.01)
+    monkeypatch.setattr(
+        "octavo.evaluate.entry.measure_text", lambda *_, **__: pytest.fail("measured before all is checked")
+    )
     with pytest.raises(ValueError, match="was prepared with tokenizer byte .257 tokens., and .* has another"):
-        evaluate(EvalConfig([str(place / "llama")], corpus=str(tmp_path), device="cpu", out=str(tmp_path / "out")))
+        evaluate(
+            EvalConfig(
+                [str(place / "llama")],
+                corpus=str(tmp_path),
+                text=str(place / "text.txt"),
+                device="cpu",
+                out=str(tmp_path / "out"),
+            )
+        )
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def test_a_run_is_loaded_as_it_was_trained(run):
         assert loaded.recipe == config.recipe and loaded.is_decoder and not loaded.model.training
         assert loaded.description["dtype"] == "bf16" and ".metadata" in loaded.description["files"]
         assert loaded.scorer.window == config.data.seq_len
+    with pytest.warns(UserWarning, match="--bos and --no-bos do nothing"):
+        load_model(config.out, device="cpu", add_bos=True)
 
 
 def test_a_run_in_another_recipe_has_its_masters(run):
@@ -174,4 +176,10 @@ def test_a_run_that_began_from_hugging_face(llama, tmp_path, kind):
     loaded = load_model(config.out, dtype="bf16", device="cpu")
     assert torch.equal(loaded.scorer.logits(tokens), expected)
     assert loaded.is_decoder == (kind == "decoder") and loaded.codec.eos == 1
+    theirs = load_model(llama, device="cpu")
+    assert loaded.scorer.window == theirs.scorer.window > config.data.seq_len
+    assert loaded.codec.bos == theirs.codec.bos == 0
+    for special in (None, True, False):
+        assert loaded.codec.encode("A dog.", special) == theirs.codec.encode("A dog.", special)
+    assert load_model(config.out, device="cpu", add_bos=False).codec.encode("A dog.")[0] != 0
     assert converted(load_model(config.out, "bf16", device="cpu").model) == []

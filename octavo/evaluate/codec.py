@@ -2,7 +2,7 @@
 
 A codec turns a string into ids with or without the tokenizer's special tokens, and says which token stands before a text that
 has no context: the beginning-of-text token if there is one, else the end-of-text token. octavo's tokenizers add no special
-tokens, as in training.
+tokens, as in training; a run that began from a Hugging Face checkpoint is scored with the tokenizer of that.
 """
 
 from __future__ import annotations

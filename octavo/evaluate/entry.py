@@ -117,12 +117,14 @@ def evaluate(config: EvalConfig) -> list[Results]:
         )
         precision = loaded.recipe.name if loaded.recipe.converts else loaded.description["dtype"]
         label = _label(f"{loaded.description['name']}-{precision}", labels)
-        limit = config.limit
+        limit, window = config.limit, loaded.scorer.window
+        if config.stride is not None and config.stride > window:
+            raise ValueError(f"the stride is {config.stride}: it must be from 1 to the window of {window} tokens")
+        by_source = [] if corpus is None else measure_corpus(loaded, label, corpus, limit=limit)
         measurements = [*measure_tasks(loaded, label, local, hub, limit=limit, add_bos=config.add_bos)]
         if config.text is not None:
             measurements.append(measure_text(loaded, label, config.text, checksum, stride=config.stride, limit=limit))
-        if corpus is not None:
-            measurements += measure_corpus(loaded, label, corpus, limit=limit)
+        measurements += by_source
         results.append(
             Results(
                 label=label,

@@ -118,7 +118,7 @@ class _WithoutBars:
 def measure_corpus(
     loaded: LoadedModel, label: str, corpus: PreparedCorpus, *, limit: int | None = None
 ) -> Iterator[Measurement]:
-    """The loss on the held-out documents of each source, its first `limit` windows.
+    """The loss on the held-out documents of each source, its first `limit` windows; the corpus is checked before anything is measured.
 
     Raises `ValueError` for a corpus of another tokenizer and for a source that holds out less than a window.
     """
@@ -128,6 +128,19 @@ def measure_corpus(
             f"{corpus.folder} was prepared with tokenizer {corpus.tokenizer} ({tokenizer.vocab_size:,} tokens), and "
             f"{loaded.description['path']} has another ({loaded.codec.name}): prepare it with the tokenizer of the model"
         )
+    window = loaded.scorer.window
+    for source in corpus.sources:
+        if all(shard.count <= window for shard in source.validation):
+            raise ValueError(
+                f"source {source.name} of {corpus.folder} holds out {source.validation_tokens:,} tokens, fewer than the "
+                f"{window + 1:,} of one window in a shard: use a smaller --window"
+            )
+    return _measure_sources(loaded, label, corpus, limit)
+
+
+def _measure_sources(
+    loaded: LoadedModel, label: str, corpus: PreparedCorpus, limit: int | None
+) -> Iterator[Measurement]:
     for source in corpus.sources:
         losses: list[tuple[float, int]] = []
         with _progress(f"{label} {source.name}") as advance:
@@ -135,11 +148,6 @@ def measure_corpus(
                 rest = None if limit is None else limit - len(losses)
                 if shard.count > loaded.scorer.window and rest != 0:
                     losses += token_loss(loaded.scorer, shard.tokens, limit=rest, advance=advance)
-        if not losses:
-            raise ValueError(
-                f"source {source.name} of {corpus.folder} holds out {source.validation_tokens:,} tokens, fewer than the "
-                f"{loaded.scorer.window + 1:,} of one window: use a smaller --window"
-            )
         tokens = sum(count for _, count in losses)
         items = [{"item": number, "loss": nats, "tokens": count} for number, (nats, count) in enumerate(losses)]
         digest = hashlib.sha256("".join(shard.checksum for shard in source.validation).encode()).hexdigest()

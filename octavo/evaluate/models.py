@@ -117,7 +117,7 @@ def load_model(
     compute = dtype if dtype != "auto" else ("fp32" if place.type == "cpu" else "bf16")
     wanted = None if recipe is None else get_recipe(recipe)
     if source.kind == "octavo":
-        parts = _load_run(source, wanted, compute, place)
+        parts = _load_run(source, wanted, compute, place, add_bos)
     else:
         load = _load_transformers if through == "transformers" else _load_decoder
         parts = load(source, wanted or get_recipe("bf16"), DTYPES[compute], place, _tokenizer(source.path, add_bos))
@@ -151,15 +151,30 @@ class _Parts(NamedTuple):
     recipe: Recipe
 
 
-def _load_run(source: Source, recipe: Recipe | None, dtype: str, device: torch.device) -> _Parts:
+def _load_run(source: Source, recipe: Recipe | None, dtype: str, device: torch.device, add_bos: bool | None) -> _Parts:
     run = SavedRun.open(source.path)
     forward = run.load_model(device, dtype)
-    model = forward.model if isinstance(forward, CausalLM) else forward
+    if isinstance(forward, CausalLM):
+        model, window = forward.model, forward.max_seq_len or DEFAULT_WINDOW
+    else:
+        model, window = forward, forward.config.max_seq_len
     recipe = recipe or run.config.recipe
     if recipe != run.config.recipe:
         export(forward)
         convert(forward, recipe)
-    return _Parts(model, forward, OctavoCodec(load_tokenizer(run.tokenizer)), run.config.data.seq_len, recipe)
+    return _Parts(model, forward, _run_codec(run, add_bos), window, recipe)
+
+
+def _run_codec(run: SavedRun, add_bos: bool | None) -> Codec:
+    """A run that began from a checkpoint has its special tokens too, so that its scores are those of its export."""
+    if run.source is not None and (run.source.path / "tokenizer_config.json").is_file():
+        return _tokenizer(run.source.path, add_bos)
+    if add_bos is not None:
+        warnings.warn(
+            f"--bos and --no-bos do nothing for {run.checkpoint}: tokenizers of octavo have no special tokens",
+            stacklevel=4,
+        )
+    return OctavoCodec(load_tokenizer(run.tokenizer))
 
 
 def _load_transformers(
