@@ -95,12 +95,7 @@ class DataParallel(nn.Module):
         _check_device(self.module)
         ranks = Ranks(_own_group(group, self._timeout), self.wire)
         self.ranks = ranks
-        check_alike(
-            self.module,
-            ranks,
-            f"DataParallel with {self.extra_repr()}, mu_threshold={self.recipe.mu_threshold}, mu_period={self.recipe.mu_period}, "
-            f"bucket_mb={self._bucket_bytes / 2**20:g}, node_size={node_size}, check_every={self._check_every}",
-        )
+        check_alike(self.module, ranks, self._describe(node_size))
         send_from_first(self.module, ranks)
         scaled = {id(p) for p in _scaled_parameters(self.module)}
         self._members: list[Member] = []
@@ -128,6 +123,14 @@ class DataParallel(nn.Module):
         self._in_backward, self._launched, self._passes = False, 0, 0
         for member in self._members:
             _watch(member.param, self._ready)
+
+    def _describe(self, node_size: int | None) -> str:
+        """What must not differ between the ranks, beside the module: they would wait for each other in different collectives."""
+        nodes = f", node_size={node_size}" if self.recipe.grad_reduce == "hierarchical" else ""
+        return (
+            f"DataParallel with {self.extra_repr()}, mu_threshold={self.recipe.mu_threshold}, mu_period={self.recipe.mu_period}, "
+            f"bucket_mb={self._bucket_bytes / 2**20:g}, check_every={self._check_every}{nodes}"
+        )
 
     def _algorithm(self, node_size: int | None) -> Algorithm | None:
         name = self.recipe.grad_reduce
