@@ -82,7 +82,7 @@ NAMES = ["7b", "13b", "20b", "llama"]
 
 @pytest.mark.parametrize(
     ("model", "recipe", "mode", "batch", "layers"),
-    [*BIG, *(pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE)],
+    [*BIG, *(pytest.param(*case, marks=pytest.mark.sweep) for case in WHOLE)],
     ids=[*NAMES, *(f"{name}-whole" for name in NAMES)],
 )
 def test_peak_of_large_shapes(model, recipe, mode, batch, layers):

@@ -189,7 +189,7 @@ def test_killed_runs_end_in_the_same_bytes(made: tuple[Path, PrepareConfig], tmp
     check_kills(tmp_path, made[1], kills=3, seed=time.time_ns())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_killed_runs_end_in_the_same_bytes_slow(tmp_path: Path) -> None:
     """Twenty kills, on the standard library's sources among others."""
