@@ -114,6 +114,14 @@ def test_what_cannot_be_paired_is_left_out_with_the_reason():
     assert found.left_out["boolq"] == "a has checksum a and b has other; evaluate both on the same data"
     assert found.left_out["copa"] == "a has items 2 and b has 1; use the same --limit"
     assert "their windows differ" in found.left_out["text"]
+
+
+def test_equal_numbers_of_tokens_of_two_tokenizers_are_not_compared():
+    """The first windows of a text are other stretches of it for another tokenizer."""
+    first, second = (loss("text", [1.0, 2.0], [8, 8]) for _ in range(2))
+    first.data["bytes"], second.data["bytes"] = 16, 60
+    with pytest.raises(ValueError, match="their windows differ.*models of one tokenizer"):
+        compare(results("a", first), results("b", second))
     with pytest.raises(ValueError, match="c and d have no measurement to compare .piqa: d has none"):
         compare(results("c", task("piqa", [1, 0])), results("d"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,6 +107,9 @@ def test_a_run_and_a_corpus_by_source(place, seed, tmp_path, monkeypatch):
         measured = results.find(f"corpus/{source}")
         assert measured.data["items"] == len(losses) == 4 and measured.data["tokens"] == 4 * 256
         assert measured.metrics["loss"] == pytest.approx(np.mean(losses), rel=0.01)
+    again = replace(config, corpus=None, text=str(place / "text.txt"), limit=1)
+    assert [one.label for one in evaluate(again) + evaluate(again)] == ["run-O2-2", "run-O2-2"]
+    assert Results.read(tmp_path / "out" / "run-O2.json").measurements == results.measurements
     monkeypatch.setattr(
         "octavo.evaluate.entry.measure_text", lambda *_, **__: pytest.fail("measured before all is checked")
     )

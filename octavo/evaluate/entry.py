@@ -103,7 +103,9 @@ def evaluate(config: EvalConfig) -> list[Results]:
     if config.tasks is not None:
         _need_harness()
     results: list[Results] = []
-    labels: set[str] = set()
+    measured = {one.task.name for one in local} | {one.name for one in hub} | ({"text"} if config.text else set())
+    measured |= {f"corpus/{source.name}" for source in corpus.sources} if corpus is not None else set()
+    labels = _labels_to_keep(Path(config.out), measured)
     for path, name in itertools.product(config.models, config.recipes or (None,)):
         loaded = load_model(
             path,
@@ -186,6 +188,17 @@ def _libraries() -> dict[str, str]:
 def _need_harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("the tasks need lm-evaluation-harness: pip install 'octavo[eval]'")
+
+
+def _labels_to_keep(folder: Path, measured: set[str]) -> set[str]:
+    """Labels of the results in `folder` with something that is not `measured` now, and that would be lost."""
+    kept = set()
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(ValueError):  # a comparison, or damaged: nothing to lose
+            old = Results.read(path)
+            if any(measurement.name not in measured for measurement in old.measurements):
+                kept.add(old.label)
+    return kept
 
 
 def _label(wanted: str, taken: set[str]) -> str:

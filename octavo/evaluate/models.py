@@ -102,7 +102,7 @@ def load_model(
         dtype: of the activations outside FP8 products, `fp32` or `bf16`; `auto` is FP32 on the CPU and BF16 on a GPU.
         window: most tokens that the model sees at once; None is as many as it was built for.
         batch_tokens: tokens of a batch, see `octavo.evaluate.scoring`; None is a default for the device.
-        add_bos: see `HarnessLM`; a tokenizer of transformers is told, too.
+        add_bos: see `HarnessLM`; a tokenizer of transformers is told, too, that of a new run has no special tokens.
         through: for a Hugging Face checkpoint, its model of `transformers`, or `octavo`'s decoder with the same weights.
 
     Raises `ValueError` if the folder holds no model, a damaged one, tensors that do not fit, a tokenizer of another vocabulary, or

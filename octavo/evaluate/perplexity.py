@@ -9,7 +9,8 @@ token is predicted once and, after the first window, from at least window - stri
 beginning- or end-of-text token). stride = window is fastest; a smaller one gives more context and a lower perplexity. Words are what
 `str.split` gives, bytes are UTF-8.
 
-The loss of a prepared corpus is the one that training reports: the mean over the tokens of windows back to back, across documents.
+The loss of a prepared corpus is the mean over the tokens of windows back to back, across documents, as training with
+`data.documents=joined` reports it.
 """
 
 from __future__ import annotations
