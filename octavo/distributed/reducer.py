@@ -216,6 +216,8 @@ class DataParallel(nn.Module):
         """The last backward raised an error on its way, and the user goes on: forget it, when what it had started has ended."""
         for future in self._running:
             future.exception()
+        if self._stream is not None:  # it may still write into gradients that are let go here
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         for bucket in self._buckets:
             bucket.start()
         self._in_backward = False
