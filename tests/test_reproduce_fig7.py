@@ -61,7 +61,7 @@ def test_losses_are_those_of_the_definitions(world, seed):
             mean = reduce_emulated(gradients.stored, loss.algorithm, "auto", mu=loss.mu).mean.dequantize().double()
         exact = gradients.mean.double()
         snr = 10 * math.log10(float(exact.square().sum() / (mean - exact).square().sum()))
-        assert loss.snr_db == pytest.approx(snr, abs=1e-6)
+        assert loss.snr_db == pytest.approx(snr, abs=1e-4)  # means in FP32: 6e-8 of a value beside an error of 4%
         assert loss.summed == exact.numel() and 0 <= loss.saturated <= loss.summed
 
 
