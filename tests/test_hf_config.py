@@ -65,6 +65,10 @@ def test_rotary_positions_in_the_spelling_of_every_version() -> None:
 def test_a_window_of_attention_is_the_longest_sequence() -> None:
     assert decoder_config(settings("mistral", sliding_window=17), "x").max_seq_len == 17
     assert decoder_config(settings("mistral", sliding_window=None), "x").max_seq_len == 64
+    for kind, longest in {"mistral": 4096, "qwen2": 8192, "llama": 8192}.items():  # as in transformers
+        silent = settings(kind, max_position_embeddings=8192)
+        silent = {name: value for name, value in silent.items() if "sliding" not in name}
+        assert decoder_config(silent, "x").max_seq_len == longest
     assert decoder_config(settings("qwen2", sliding_window=17, use_sliding_window=False), "x").max_seq_len == 64
     assert decoder_config(settings("qwen2", sliding_window=17, use_sliding_window=True), "x").max_seq_len == 17
 

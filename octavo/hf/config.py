@@ -107,8 +107,10 @@ def _rotary_sizes(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     """What all families with rotary positions name alike."""
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     longest = config["max_position_embeddings"]
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", True):
+    kind = config["model_type"]
+    # What transformers takes where config.json is silent.
+    window = config.get("sliding_window", 4096 if kind in ("mistral", "qwen2") else None)
+    if window is not None and config.get("use_sliding_window", kind != "qwen2"):
         longest = min(longest, window)
     theta, scaling = _rope(config, where)
     head_size = config.get("head_dim")
