@@ -77,3 +77,13 @@ def test_more_than_64_ranks_are_added_in_groups(seed):
     codes = random_codes(130, 2, ROW)
     groups = [codes[i : i + 64].double().sum(0).float() for i in (0, 64, 128)]
     assert torch.equal(exact_sum(codes), groups[0] + groups[1] + groups[2])
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_zeros_stay_zero_at_any_factor(with_residual):
+    """A gradient of 1e25 that was set to zero keeps its scale of 2^-77; 2^100 over that is no FP32 number."""
+    codes = torch.zeros(3, ROW, dtype=E4M3.dtype)
+    residual = torch.zeros(3, ROW, dtype=torch.int8) if with_residual else None
+    factor = torch.tensor(2.0**100) / torch.tensor([[2.0**-77], [1.0], [torch.nan]])
+    result = rescale(codes, residual, factor).float()
+    assert (result[:2] == 0).all() and result[2].isnan().all()

@@ -34,6 +34,8 @@ def rescale(codes: Tensor, residual: Tensor | None, factor: Tensor) -> Tensor:
         values = kernels.uncast(codes, one, torch.bfloat16)  # exact
     else:
         values = kernels.uncast_residual(codes, residual, one)
+    # Zeros that were left with a tiny scale ask for an infinite factor, which would make them NaN.
+    factor = factor.clamp(max=2.0**126)
     return kernels.cast(values, factor, E4M3.dtype, block=ROW)
 
 
