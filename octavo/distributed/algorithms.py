@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo import kernels
-from octavo.distributed.codes import exact_sum, ring_sum
+from octavo.distributed.codes import ring_sum
 from octavo.distributed.collectives import Ranks
 from octavo.distributed.layout import ROW, Layout
-from octavo.formats import E4M3
 
 GRADIENTS, SCALES = "gradients", "scales"
 """Kinds of bytes on the wire."""
@@ -38,21 +37,9 @@ GRADIENTS, SCALES = "gradients", "scales"
 Algorithm = Callable[[Tensor, Layout, Ranks], Tensor]
 
 
-def fresh_cast(total: Tensor, amax: Tensor, layout: Layout, part: slice) -> tuple[Tensor, Tensor]:
-    """(codes, gain): FP32 sums [rows of the part, ROW], cast with the largest power of two with which no sum saturates.
-
-    `amax` is the largest sum of each whole tensor, FP32 [T]; the codes of a tensor where it is infinite are NaN.
-    """
-    # Another gain, 448 / amax, rounds sums of few codes better (they lie half-way between two codes less often: 0.4 dB on 2 ranks, 0.1
-    # on 4), but moves the codes of equal gradients all in one direction: their mean can be 2% too small, and here is exact.
-    gain = kernels.scale_from_amax(amax, E4M3.max)
-    visible = gain.masked_fill(amax == torch.inf, torch.nan)
-    return kernels.cast(total, layout.spread(visible, part), E4M3.dtype, block=ROW), gain
-
-
 def two_shot(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
     """All-to-all, FP32 sum, one cast, all-gather."""
-    return _level(codes, layout, ranks, ranks, slice(0, layout.rows), lambda mine: torch.ones_like(layout.numel))
+    return _level(codes, layout, ranks, ranks, slice(0, layout.rows))
 
 
 def hierarchical(node: Ranks, across: Ranks) -> Algorithm:
@@ -66,7 +53,7 @@ def hierarchical(node: Ranks, across: Ranks) -> Algorithm:
         part = slice(node.rank * each, (node.rank + 1) * each)
 
         def between(mine: Tensor) -> Tensor:
-            return _level(mine, layout, across, ranks, part, lambda _: torch.ones_like(layout.numel))
+            return _level(mine, layout, across, ranks, part)
 
         return _level(codes, layout, node, ranks, slice(0, layout.rows), between)
 
@@ -74,18 +61,23 @@ def hierarchical(node: Ranks, across: Ranks) -> Algorithm:
 
 
 def _level(
-    codes: Tensor, layout: Layout, peers: Ranks, all_ranks: Ranks, rows: slice, inner: Callable[[Tensor], Tensor]
+    codes: Tensor,
+    layout: Layout,
+    peers: Ranks,
+    all_ranks: Ranks,
+    rows: slice,
+    inner: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """One two-shot over `peers` of `codes`, which are the `rows` of the bucket; `inner` may sum the part of this rank further."""
+    """One two-shot over `peers` of `codes`, which are the `rows` of the bucket; `inner` sums the part of this rank further."""
     each = (rows.stop - rows.start) // peers.world
-    part = slice(rows.start + peers.rank * each, rows.start + (peers.rank + 1) * each)
+    first = rows.start + peers.rank * each
     received = torch.empty_like(codes)
     peers.all_to_all(received, codes, GRADIENTS)
-    total = exact_sum(received.view(peers.world, each, ROW))
-    amax = layout.maximum(kernels.amax(total, block=ROW).squeeze(1), part)
+    amax, sums = kernels.sum_codes(received.view(peers.world, each, ROW), layout.places, first)
     all_ranks.all_reduce(amax, dist.ReduceOp.MAX, SCALES)
-    mine, gain = fresh_cast(total, amax, layout, part)
-    gain = gain * inner(mine)
+    mine, gain = kernels.cast_sum(sums, amax, layout.places, first)
+    if inner is not None:
+        gain = gain * inner(mine)
     peers.all_gather(codes, mine, GRADIENTS)
     return gain
 
@@ -99,7 +91,7 @@ def nccl(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
         ranks.all_to_all(received, codes, GRADIENTS)
         mine = ring_sum(received.view(ranks.world, -1, ROW), ranks.rank)
         ranks.all_gather(codes, mine, GRADIENTS)
-    return torch.ones_like(layout.numel)
+    return layout.ones
 
 
 def plain_mean(flat: Tensor, ranks: Ranks, in_rank_order: bool, kind: str = GRADIENTS) -> None:

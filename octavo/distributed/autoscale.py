@@ -27,23 +27,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from octavo import kernels
+from octavo.kernels.reference.reduce_scalars import CEILING, next_mu, power_of_two_below
+
+__all__ = ["CEILING", "AutoScale", "Strategy", "lowest_mu", "next_mu", "power_of_two_below"]
+
 Strategy = Literal["auto", "pre", "post"]
-CEILING = 1.0
-
-
-def next_mu(mu: Tensor, ratio: Tensor, *, threshold: float, period: int, floor: float) -> Tensor:
-    """Eq. 3: µ of the next step from µ (FP64, any shape) and the share of values that reached the largest code.
-
-    The result is within [floor, 1]. A ratio that is NaN counts as too large.
-    """
-    grown = mu * 2.0 ** (1.0 / period)
-    return torch.where(ratio <= threshold, grown, mu / 2).clamp(floor, CEILING)
-
-
-def power_of_two_below(x: Tensor) -> Tensor:
-    """The largest power of two that is not above x (positive, normal); FP32. (A little below one counts as one: see `next_mu`.)"""
-    bits = (x * (1 + 2.0**-20)).float().view(torch.int32)
-    return (bits & 0x7F800000).view(torch.float32)
 
 
 def lowest_mu(world: int) -> float:
@@ -92,26 +81,32 @@ class AutoScale:
         count = len(self.names)
         self.mu = torch.full((count,), start, dtype=torch.float64, device=device)
         """FP64 [tensors]."""
-        self._fixed = power_of_two_below(self.mu)
+        self._fixed = self.mu.clone()
         self.ratio = torch.zeros(count, dtype=torch.float32, device=device)
         """Share of values at the largest code in the last step."""
         self.floor_steps = torch.zeros(count, dtype=torch.int64, device=device)
         """Steps in a row, up to the last, after which µ was at the floor."""
 
+    def current(self, index: Tensor) -> Tensor:
+        """µ of the tensors `index` (int64 [t]) in this step, FP64 [t]."""
+        return (self.mu if self.moves else self._fixed)[index]
+
     def factor(self, index: Tensor) -> Tensor:
-        """What multiplies the codes of the tensors `index` (int64 [t]): powers of two, FP32 [t]."""
-        return power_of_two_below(self.mu[index]) if self.moves else self._fixed[index]
+        """What multiplies the codes of the tensors `index`: powers of two, FP32 [t]."""
+        return power_of_two_below(self.current(index))
 
     def update(self, index: Tensor, ratio: Tensor, usable: Tensor) -> None:
         """Ends a step of the tensors `index`: `ratio` FP32 [t], `usable` bool [t] is false where the sum is not finite."""
-        self.ratio[index] = torch.where(usable, ratio, self.ratio[index])
-        if not self.moves:
-            return
-        mu, steps = self.mu[index], self.floor_steps[index]
-        new = next_mu(mu, ratio, threshold=self.threshold, period=self.period, floor=self.floor)
-        self.mu[index] = torch.where(usable, new, mu)
-        at_floor = torch.where(new <= self.floor, steps + 1, 0)
-        self.floor_steps[index] = torch.where(usable, at_floor, steps)
+        kernels.update_mu(
+            kernels.MuState(self.mu, self.ratio, self.floor_steps),
+            index,
+            ratio,
+            usable,
+            moves=self.moves,
+            threshold=self.threshold,
+            period=self.period,
+            floor=self.floor,
+        )
 
     def report(self) -> dict[str, dict[str, float]]:
         """{name: {"mu", "saturated", "floor_steps"}}; waits for the device."""

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo import kernels
 from octavo.distributed.algorithms import SCALES, Algorithm, plain_mean
 from octavo.distributed.autoscale import AutoScale
-from octavo.distributed.codes import rescale, row_amax, share_at_largest
 from octavo.distributed.collectives import Ranks
 from octavo.distributed.layout import ROW, Layout
 from octavo.distributed.samples import Sampler
-from octavo.distributed.scales import local_scales, mean_scale, shared_scales
+from octavo.distributed.scales import ABSENT
 from octavo.formats import E4M3
 from octavo.linear import scaled_gradient
 from octavo.tensor import ScaledTensor
@@ -168,40 +168,31 @@ class Reduction:
     def _scaled(self, bucket: Bucket, algorithm: Algorithm) -> None:
         """FP8 all the way: Eqs. 3-6."""
         layout, grads = bucket.layout, bucket.scaled_grads
-        codes = layout.zeros(E4M3.dtype)
-        torch._foreach_copy_(layout.views(codes.view(torch.uint8)), [grad.codes.view(torch.uint8) for grad in grads])
-        residual = None
-        if any(grad.residual is not None for grad in grads):
-            residual = layout.zeros(torch.int8)
-            views = layout.views(residual)
-            found = [
-                (view, grad.residual) for view, grad in zip(views, grads, strict=True) if grad.residual is not None
-            ]
-            torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
-        stored = torch.stack([grad.scale for grad in grads])
-        absent = torch.tensor(bucket.absent).to(stored.device, non_blocking=True) if any(bucket.absent) else None
-        scales = local_scales(layout.maximum(row_amax(codes)) / stored, absent)
-        self.ranks.all_reduce(scales, dist.ReduceOp.MIN, SCALES)
-        shared = shared_scales(scales)
-        multiplier = shared.scale * self.autoscale.factor(bucket.index)
-        sampler, before = self.sampler, codes
-        exact = None if sampler is None else sampler.exact_mean(codes, residual, stored, layout)
-        codes = rescale(codes, residual, layout.spread(multiplier / stored))
-        flushed = None if sampler is None else ((before.float() != 0) & (codes.float() == 0)).sum(-1)
+        gradients = kernels.Gradients(
+            [grad.codes for grad in grads],
+            [grad.residual for grad in grads],
+            [grad.scale for grad in grads],
+            bucket.absent,
+            layout.places,
+        )
+        minimum = kernels.local_scales(gradients)
+        self.ranks.all_reduce(minimum, dist.ReduceOp.MIN, SCALES)
+        mu = self.autoscale.current(bucket.index)
+        codes = kernels.pack_codes(gradients, minimum, mu)
+        sample = None if self.sampler is None else self.sampler.compare(gradients, codes, layout)
         gain = algorithm(codes, layout, self.ranks)
-        scale = mean_scale(multiplier, gain, self.ranks.world)
+        bucket.finite, usable, largest = kernels.unpack_codes(
+            gradients, codes, minimum, mu, gain, self.ranks.world, self.autoscale.fp8_sums
+        )
         ratio = None
-        if self.autoscale.fp8_sums:
-            ratio = share_at_largest(codes, layout)
-            self.autoscale.update(bucket.index, ratio, shared.finite & shared.present)
-        if sampler is not None and exact is not None and flushed is not None:
+        if largest is not None:
+            ratio = largest / layout.numel.clamp(min=1)
+            self.autoscale.update(bucket.index, ratio, usable)
+        if self.sampler is not None and sample is not None:
             names = [member.name for member in bucket.members]
-            sampler.add(names, layout, exact, codes, scale, flushed, ratio)
-        torch._foreach_copy_([grad.codes.view(torch.uint8) for grad in grads], layout.views(codes.view(torch.uint8)))
-        torch._foreach_copy_([grad.scale for grad in grads], list(scale.unbind()))
+            self.sampler.add(names, layout, sample, gradients, ratio)
         bucket.drop_residuals()
-        bucket.present = shared.present if any(bucket.absent) else None
-        bucket.finite = shared.finite.all()
+        bucket.present = minimum < ABSENT if any(bucket.absent) else None
 
     def _plain(self, bucket: Bucket) -> None:
         """Real values in their own format, or in the one that the algorithm names."""

@@ -1,7 +1,7 @@
 """Arithmetic on buckets of E4M3 codes ([rows, ROW]): maxima, changes of scale, sums. All of it on the device, in FP32.
 
-E4M3 codes of one scale are multiples of 2^-9 up to 448, 18 bits wide. FP32 therefore adds up to 64 of them without rounding, in
-any order; with more ranks, sums of 64 are added in the order of the ranks.
+For emulation, samples and sums along a ring; the buckets of `DataParallel` pass through the kernels of `octavo.kernels.reference.reduce`,
+and have the same bits.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from torch import Tensor
 from octavo import kernels
 from octavo.distributed.layout import ROW, Layout
 from octavo.formats import E4M3
+from octavo.kernels.reference.reduce import LARGEST_CODE, exact_sum
 
-LARGEST_CODE = 0x7E
-EXACT_RANKS = 64
-"""Codes that FP32 adds without rounding."""
+__all__ = ["exact_sum", "rescale", "ring_sum", "row_amax", "share_at_largest"]
 
 
 def row_amax(codes: Tensor) -> Tensor:
@@ -37,15 +36,6 @@ def rescale(codes: Tensor, residual: Tensor | None, factor: Tensor) -> Tensor:
     # Zeros that were left with a tiny scale ask for an infinite factor, which would make them NaN.
     factor = factor.clamp(max=2.0**126)
     return kernels.cast(values, factor, E4M3.dtype, block=ROW)
-
-
-def exact_sum(codes: Tensor) -> Tensor:
-    """Σ over dim 0 of codes [N, ...] in FP32; exact for 64 ranks, and sums of 64 are added in the order of the ranks."""
-    values = kernels.uncast(codes, torch.ones((), device=codes.device), torch.bfloat16)  # exact
-    first, *others = (part.sum(0, dtype=torch.float32) for part in values.split(EXACT_RANKS))
-    for other in others:
-        first += other
-    return first
 
 
 def ring_sum(codes: Tensor, last: int) -> Tensor:

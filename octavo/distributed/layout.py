@@ -8,13 +8,13 @@ reduction over rows: no loop over tensors, no look at the device. The price is a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
 
-ROW = 256
-"""Elements of a row; weights of linear layers are nearly always a multiple of it."""
+from octavo.kernels import ROW, Places
 
 
 class Layout:
@@ -26,12 +26,15 @@ class Layout:
     def __init__(self, shapes: Sequence[torch.Size], world: int, device: torch.device | str = "cpu") -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]
         counts = [-(-prod(shape) // ROW) for shape in self.shapes]
-        self._starts = [sum(counts[:i]) * ROW for i in range(len(counts))]
-        filled = sum(counts)
+        first_rows = [0, *accumulate(counts)]
+        filled = first_rows.pop()
         self.rows = -(-max(filled, 1) // world) * world
+        self.places = Places(tuple(prod(shape) for shape in self.shapes), tuple(first_rows), self.rows)
+        """The same for the kernels."""
         self.world = world
-        self.numel = torch.tensor([prod(shape) for shape in self.shapes], dtype=torch.float32, device=device)
+        self.numel = torch.tensor(self.places.numels, dtype=torch.float32, device=device)
         """Elements of each tensor, FP32 [T]."""
+        self.ones = torch.ones_like(self.numel)
         owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
         padding = torch.full((self.rows - filled,), len(counts))
         self._owner = torch.cat([owners, padding]).to(device)
@@ -45,8 +48,8 @@ class Layout:
         """The tensors in a bucket, in their shapes."""
         flat = bucket.view(-1)
         return [
-            flat[start : start + prod(shape)].view(shape)
-            for start, shape in zip(self._starts, self.shapes, strict=True)
+            flat[row * ROW : row * ROW + numel].view(shape)
+            for row, numel, shape in zip(self.places.first_rows, self.places.numels, self.shapes, strict=True)
         ]
 
     def part(self, rank: int) -> slice:

@@ -14,6 +14,7 @@ from octavo import kernels
 from octavo.distributed.algorithms import plain_mean
 from octavo.distributed.collectives import Ranks
 from octavo.distributed.layout import Layout
+from octavo.kernels import Gradients
 
 SAMPLES = "samples"
 """Kind of bytes on the wire."""
@@ -38,34 +39,44 @@ class Sampler:
         self._ranks = Ranks(ranks.group, ranks.wire)
         self._found: list[tuple[list[str], Tensor]] = []
 
-    def exact_mean(self, codes: Tensor, residual: Tensor | None, stored: Tensor, layout: Layout) -> Tensor:
-        """The FP32 mean over the ranks [rows, ROW] of the gradients as they are stored: codes (and residual) / `stored` [T]."""
-        one = torch.ones((), device=codes.device)
-        if residual is None:
-            values = kernels.uncast(codes, one)
-        else:
-            values = kernels.uncast_residual(codes, residual, one)
-        mean = values.div_(layout.spread(stored))
-        plain_mean(mean.view(-1), self._ranks, in_rank_order=True, kind=SAMPLES)
-        return mean
+    def compare(self, gradients: Gradients, codes: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(exact, flushed) of a bucket before it is reduced, whose `codes` are about to be sent.
+
+        exact, FP32 [rows, ROW]: the mean over the ranks of the gradients as they are stored; flushed, FP32 [T]: shares of this rank.
+        """
+        exact = layout.zeros(torch.float32)
+        flushed = []
+        for view, sent, own, residual, scale in zip(
+            layout.views(exact),
+            layout.views(codes),
+            gradients.codes,
+            gradients.residuals,
+            gradients.scales,
+            strict=True,
+        ):
+            real = kernels.uncast(own, scale) if residual is None else kernels.uncast_residual(own, residual, scale)
+            view.copy_(real)
+            flushed.append(((own.float() != 0) & (sent.float() == 0)).sum())
+        plain_mean(exact.view(-1), self._ranks, in_rank_order=True, kind=SAMPLES)
+        return exact, torch.stack(flushed) / layout.numel.clamp(min=1)
 
     def add(
         self,
         names: list[str],
         layout: Layout,
-        exact: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        flushed: Tensor,
+        compared: tuple[Tensor, Tensor],
+        gradients: Gradients,
         ratio: Tensor | None,
     ) -> None:
-        """A reduced bucket: its exact mean, its `codes` with `scale` [T], the `flushed` values of each row, the overflow [T] or None."""
-        one = torch.ones((), device=codes.device)
-        error = kernels.uncast(codes, one).div_(layout.spread(scale)) - exact
-        sums = [layout.total(x.square().sum(-1)) for x in (exact, error)]
-        underflow = layout.total(flushed) / layout.numel.clamp(min=1)
+        """The same bucket when it is reduced: what `compare` has said, and the overflow [T] or None."""
+        exact, underflow = compared
+        sums = [
+            torch.stack([(kernels.uncast(own, scale) - mean).square().sum(), mean.square().sum()])
+            for mean, own, scale in zip(layout.views(exact), gradients.codes, gradients.scales, strict=True)
+        ]
+        noise, signal = torch.stack(sums, 1)
         overflow = torch.zeros_like(underflow) if ratio is None else ratio
-        self._found.append((names, torch.stack([*sums, underflow, overflow])))
+        self._found.append((names, torch.stack([signal, noise, underflow, overflow])))
 
     def read(self) -> dict[str, Loss]:
         """The losses by name of the parameter; waits for the device."""

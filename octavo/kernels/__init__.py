@@ -23,29 +23,42 @@ from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11
 from octavo.kernels.reference.adamw import Operands
 from octavo.kernels.reference.cast import scale_shape
 from octavo.kernels.reference.magnitudes import Values
+from octavo.kernels.reference.reduce import ROW, Gradients, Places, Unpacked
+from octavo.kernels.reference.reduce_scalars import MuState
 
 __all__ = [
     "ALIGN",
+    "ROW",
+    "Gradients",
+    "MuState",
     "Operands",
+    "Places",
+    "Unpacked",
     "Values",
     "adamw",
     "adamw_scalars",
     "amax",
     "cast",
     "cast_residual",
+    "cast_sum",
     "cast_transpose",
     "cast_transpose_amax",
+    "local_scales",
     "magnitudes",
     "make_key",
     "merge_e4m11",
+    "pack_codes",
     "pad_codes",
     "random_bits",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",
+    "sum_codes",
     "transpose_codes",
     "uncast",
     "uncast_residual",
+    "unpack_codes",
+    "update_mu",
 ]
 
 
@@ -213,6 +226,36 @@ def adamw(operands: Sequence[Operands], *args, **kwargs) -> None:
 def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:
     """(max |values| FP32 [n], Σ values² FP64 [n]) of n tensors: see `octavo.kernels.reference.magnitudes`. Not for compiled regions."""
     return backend(tensors[0].values).magnitudes(tensors)
+
+
+def local_scales(gradients: Gradients) -> Tensor:
+    """The largest scale that each gradient of a bucket bears, FP32 [T]: see `octavo.kernels.reference.reduce`. Not for compiled regions."""
+    return backend(gradients.codes[0]).local_scales(gradients)
+
+
+def pack_codes(gradients: Gradients, minimum: Tensor, mu: Tensor) -> Tensor:
+    """The codes of a bucket to send, E4M3 [rows, ROW]: see `octavo.kernels.reference.reduce`."""
+    return backend(minimum).pack_codes(gradients, minimum, mu)
+
+
+def sum_codes(received: Tensor, places: Places, first: int) -> tuple[Tensor, Tensor]:
+    """(largest sums FP32 [T], sums for `cast_sum`) of N ranks' codes: see `octavo.kernels.reference.reduce`."""
+    return backend(received).sum_codes(received, places, first)
+
+
+def cast_sum(sums: Tensor, amax: Tensor, places: Places, first: int) -> tuple[Tensor, Tensor]:
+    """(codes E4M3 of the sums, their gain FP32 [T]): see `octavo.kernels.reference.reduce`."""
+    return backend(sums).cast_sum(sums, amax, places, first)
+
+
+def unpack_codes(gradients: Gradients, codes: Tensor, *args, **kwargs) -> Unpacked:
+    """A reduced bucket into its gradients, in place: see `octavo.kernels.reference.reduce`."""
+    return backend(codes).unpack_codes(gradients, codes, *args, **kwargs)
+
+
+def update_mu(state: MuState, index: Tensor, *args, **kwargs) -> None:
+    """µ after a step, in place: see `octavo.kernels.reference.reduce_scalars`."""
+    backend(index).update_mu(state, index, *args, **kwargs)
 
 
 def _check_block(x: Tensor, block: int | None) -> None:

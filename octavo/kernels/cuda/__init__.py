@@ -7,6 +7,7 @@ from octavo.kernels.cuda.adamw import adamw
 from octavo.kernels.cuda.cast import amax, cast, scale_from_amax, uncast
 from octavo.kernels.cuda.gemm import scaled_mm_nt
 from octavo.kernels.cuda.magnitudes import magnitudes
+from octavo.kernels.cuda.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes, update_mu
 from octavo.kernels.cuda.residual import cast_residual, uncast_residual
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
 
@@ -15,12 +16,18 @@ __all__ = [
     "amax",
     "cast",
     "cast_residual",
+    "cast_sum",
     "cast_transpose",
     "cast_transpose_amax",
+    "local_scales",
     "magnitudes",
+    "pack_codes",
     "scale_from_amax",
     "scaled_mm_nt",
+    "sum_codes",
     "transpose_codes",
     "uncast",
     "uncast_residual",
+    "unpack_codes",
+    "update_mu",
 ]

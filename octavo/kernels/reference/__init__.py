@@ -16,6 +16,8 @@ from octavo.kernels.reference.cast import (
 from octavo.kernels.reference.gemm import scaled_mm_nt
 from octavo.kernels.reference.magnitudes import magnitudes
 from octavo.kernels.reference.random import make_key, random_bits
+from octavo.kernels.reference.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes
+from octavo.kernels.reference.reduce_scalars import update_mu
 from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_e4m11, uncast_residual
 
 __all__ = [
@@ -25,17 +27,23 @@ __all__ = [
     "amax",
     "cast",
     "cast_residual",
+    "cast_sum",
     "cast_transpose",
     "cast_transpose_amax",
+    "local_scales",
     "magnitudes",
     "make_key",
     "merge_e4m11",
+    "pack_codes",
     "pad_codes",
     "random_bits",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",
+    "sum_codes",
     "transpose_codes",
     "uncast",
     "uncast_residual",
+    "unpack_codes",
+    "update_mu",
 ]
