@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 """Seconds that one function may take."""
 
 KEPT = 3
