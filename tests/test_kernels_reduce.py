@@ -115,6 +115,18 @@ def _inside(places: Places) -> torch.Tensor:
     return inside.view(-1, ROW)
 
 
+def test_zeros_stay_zero_whatever_their_scale():
+    gradients = random_gradients(residuals=True)
+    for codes, low, scale in zip(gradients.codes, gradients.residuals, gradients.scales, strict=True):
+        codes.view(torch.uint8).zero_()
+        low.zero_()
+        scale.fill_(2.0**-77)
+    minimum = torch.full((len(SHAPES),), 2.0**100)
+    minimum[0] = 0.0
+    codes = views(kernels.pack_codes(gradients, minimum, torch.ones(len(SHAPES)).double()).float(), gradients.places)
+    assert codes[0].isnan().all() and all(bool((x == 0).all()) for x in codes[1:])
+
+
 def test_an_infinite_sum_anywhere_shows_in_every_part(seed):
     places = places_of([(600,), (300,)], rows_more=0)
     _, sums = kernels.sum_codes(torch.zeros(2, 1, ROW).to(E4M3.dtype), places, 1)

@@ -17,6 +17,7 @@ from octavo.kernels.reference import reduce_scalars as scalars
 
 ROW = tl.constexpr(reference.ROW)
 LARGEST_CODE = tl.constexpr(reference.LARGEST_CODE)
+LARGEST_FACTOR = tl.constexpr(reference.LARGEST_FACTOR)
 GROUP = tl.constexpr(reference.EXACT_RANKS)
 CEILING = tl.constexpr(scalars.CEILING)
 LARGEST_SCALE = tl.constexpr(scalars.LARGEST)
@@ -85,6 +86,7 @@ def pack(
     span = tl.load(row_ptr + 5) * ROW
     multiplier = _shared_scale(tl.load(minimum_ptr + tensor)) * _power_of_two_below(tl.load(mu_ptr + tensor))
     factor = tl.div_rn(multiplier, tl.load(_scale_ptr(row_ptr)))
+    factor = tl.where(factor > LARGEST_FACTOR, LARGEST_FACTOR, factor)  # NaN stays
     first, whole, stop = _tiles(chunks_ptr, numel, span, TILE, CHUNK)
     for tile in range(first, whole):
         index = _index(tile, TILE)

@@ -31,6 +31,7 @@ from octavo.kernels.reference.residual import uncast_residual
 ROW = 256
 """Elements of a row; weights of linear layers are nearly always a multiple of it."""
 LARGEST_CODE = 0x7E
+LARGEST_FACTOR = 2.0**126
 EXACT_RANKS = 64
 """Codes that FP32 adds without rounding."""
 
@@ -101,7 +102,8 @@ def pack_codes(gradients: Gradients, minimum: Tensor, mu: Tensor) -> Tensor:
     flat = packed.view(torch.uint8).view(-1)
     one = torch.ones((), device=minimum.device)
     multiplier = scalars.shared_scales(minimum).scale * scalars.power_of_two_below(mu)
-    factors = multiplier / torch.stack(list(gradients.scales))
+    # Zeros that were left with a tiny scale ask for an infinite factor, which would make them NaN.
+    factors = (multiplier / torch.stack(list(gradients.scales))).clamp_(max=LARGEST_FACTOR)
     for codes, residual, row, factor in zip(
         gradients.codes, gradients.residuals, places.first_rows, factors, strict=True
     ):
