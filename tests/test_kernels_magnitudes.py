@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.formats import E4M3, E5M2
+from octavo.formats import E4M3
 from octavo.kernels.reference.magnitudes import Values
 
 
@@ -21,11 +21,10 @@ def test_every_tensor_has_its_own(seed):
         assert total.item() == pytest.approx(x.double().square().sum().item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=repr)
-def test_sums_of_squares_of_codes_are_exact(fmt, seed):
-    codes = (torch.randn(100_003) * 20).to(fmt.dtype)
-    exact = sum(round(value * 2**16) ** 2 for value in codes.double().tolist())
-    assert kernels.magnitudes([Values(codes)])[1].item() == exact / 2**32
+def test_sums_of_squares_of_E4M3_codes_are_exact(seed):
+    codes = (torch.randn(100_003) * 20).to(E4M3.dtype)
+    exact = sum(round(value * 2**9) ** 2 for value in codes.double().tolist())
+    assert kernels.magnitudes([Values(codes)])[1].item() == exact / 2**18
 
 
 def test_residuals_count(seed):
