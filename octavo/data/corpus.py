@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.data.files import write_whole
 from octavo.data.indexed import IndexedShard
 from octavo.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -164,13 +164,7 @@ def write_manifest(
         "sources": entries,
     }
     corpus = PreparedCorpus._of(folder, manifest)
-    partial = folder / f"{MANIFEST}.partial"
-    with partial.open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return corpus
 
 

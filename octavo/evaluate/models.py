@@ -10,7 +10,6 @@ with that recipe does; everything else computes in `dtype`.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from octavo.convert import convert, export
+from octavo.data.files import file_digest
 from octavo.data.tokenizers import load_tokenizer
 from octavo.evaluate.codec import Codec, OctavoCodec, TransformersCodec
 from octavo.evaluate.scoring import BATCH_TOKENS, Scorer
@@ -229,8 +229,4 @@ def checksums(folder: Path) -> dict[str, str]:
 
 def sha256(path: Path) -> str:
     """Of the bytes of a file, as 64 hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return file_digest(path, "sha256")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from octavo.data.files import write_whole
 
 LAYOUT = "octavo-eval-1"
 Item = dict[str, Any]
@@ -66,8 +67,8 @@ class Results:
         path = folder / f"{self.label}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _publish(listing, items)
-            _publish(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+            write_whole(listing, items)
+            write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise OSError(
                 f"the results cannot be written to {folder} ({error.strerror or error}): choose another folder with --out"
@@ -109,15 +110,6 @@ def _without_items(measurement: Measurement) -> dict[str, Any]:
     entry = asdict(measurement)
     del entry["items"]
     return entry
-
-
-def _publish(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _load(path: Path) -> Any:

@@ -6,7 +6,6 @@ file's own tables. From there on the folder is a checkpoint like any other.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from octavo.data.files import file_digest
 from octavo.hf.load import _first_line, libraries
 
 MAGIC = b"GGUF"
@@ -49,19 +49,8 @@ def convert_gguf(path: str | Path, folder: str | Path, dtype: torch.dtype = torc
 def cached_conversion(path: Path, cache: Path) -> Path:
     """The folder under `cache` that holds the GGUF file `path` as a checkpoint, converted now if it is not there."""
     _check(path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "blake2b").hexdigest() if hasattr(hashlib, "file_digest") else _digest(path)
-    folder = cache / f"gguf-{digest[:16]}"
+    folder = cache / f"gguf-{file_digest(path, 'blake2b')[:16]}"
     return folder if (folder / "config.json").is_file() else convert_gguf(path, folder)
-
-
-def _digest(path: Path) -> str:
-    """As `hashlib.file_digest`, which Python 3.10 lacks."""
-    digest = hashlib.blake2b()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _check(path: Path) -> None:

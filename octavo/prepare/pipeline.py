@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.data.corpus import write_manifest
+from octavo.data.files import write_whole
 from octavo.data.tokenizers import Tokenizer, load_tokenizer
 from octavo.prepare import stages
 from octavo.prepare.config import PrepareConfig, changes
@@ -32,7 +33,7 @@ from octavo.prepare.contamination import build_index
 from octavo.prepare.executor import LocalExecutor, Workers, only_run
 from octavo.prepare.readers import Source, SourceReader, nothing_read
 from octavo.prepare.report import counts_by_source, write_report
-from octavo.prepare.runner import Executor, StageRunner, digest, fingerprint, write_whole
+from octavo.prepare.runner import Executor, StageRunner, digest, fingerprint
 from octavo.prepare.tally import read_counts
 from octavo.prepare.tokenize import SPLITS, sample_shares
 from octavo.settings import to_dict
@@ -254,7 +255,7 @@ class _Run:
             copy.unlink(missing_ok=True)
         else:
             path = Path(tokenizer)
-            write_whole(copy, (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+            write_whole(copy, (path / "tokenizer.json" if path.is_dir() else path).read_bytes())
         self._manifest(load_tokenizer(tokenizer))
 
     def _manifest(self, tokenizer: Tokenizer) -> None:
