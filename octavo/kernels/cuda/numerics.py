@@ -43,27 +43,17 @@ def saturate(y, MAX: tl.constexpr):
 @triton.jit
 def round_stochastic(y, word, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     """`y` (FP32, saturated) rounded to a neighbour with that many (< 23) mantissa bits, by the top bits of `word` (uint32); FP32."""
-    DROP: tl.constexpr = 23 - MANTISSA_BITS
-    magnitude = tl.abs(y)
-    if MIN_EXPONENT > -126:
-        # Subnormals of the format move to the binade that has their spacing, and back.
-        TINY: tl.constexpr = 2.0**MIN_EXPONENT
-        shift = tl.where(magnitude < TINY, TINY, 0.0)
-        magnitude = _truncate(magnitude + shift, word, DROP) - shift
-    else:
-        magnitude = _truncate(magnitude, word, DROP)
-    sign = y.to(tl.uint32, bitcast=True) & 0x80000000
-    rounded = (magnitude.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(y == y, rounded, y)
+    return tl.where(y == y, round_finite_stochastic(y, word, MANTISSA_BITS, MIN_EXPONENT), y)
 
 
 @triton.jit
 def round_finite_stochastic(
     y, word, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, SIGNED: tl.constexpr = True
 ):
-    """`round_stochastic` of a `y` that is no NaN, and not negative unless SIGNED, in fewer instructions.
+    """`round_stochastic` of a `y` that is no NaN, and not negative unless SIGNED.
 
-    The sign takes part in the integers: adding to the magnitude below it does not change it.
+    The sign takes part in the integers: adding to the magnitude below it does not change it. Subnormals of the format move to the
+    binade that has their spacing, and back.
     """
     DROP: tl.constexpr = 23 - MANTISSA_BITS
     bits = y.to(tl.uint32, bitcast=True)
@@ -81,14 +71,6 @@ def round_finite_stochastic(
     if SIGNED:  # of a zero
         rounded = (rounded.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
     return rounded
-
-
-@triton.jit
-def _truncate(magnitude, word, DROP: tl.constexpr):
-    """FP32 `magnitude` plus the top DROP bits of `word`, as bits, without its last DROP bits."""
-    return (((magnitude.to(tl.uint32, bitcast=True) + (word >> (32 - DROP))) >> DROP) << DROP).to(
-        tl.float32, bitcast=True
-    )
 
 
 @triton.jit
