@@ -25,6 +25,7 @@ from octavo.kernels.reference.cast import scale_shape
 from octavo.kernels.reference.magnitudes import Values
 from octavo.kernels.reference.reduce import ROW, Gradients, Places, Unpacked
 from octavo.kernels.reference.reduce_scalars import MuState
+from octavo.kernels.rotary import rotary
 
 __all__ = [
     "ALIGN",
@@ -50,6 +51,7 @@ __all__ = [
     "pack_codes",
     "pad_codes",
     "random_bits",
+    "rotary",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

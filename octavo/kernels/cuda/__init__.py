@@ -9,6 +9,7 @@ from octavo.kernels.cuda.gemm import scaled_mm_nt
 from octavo.kernels.cuda.magnitudes import magnitudes
 from octavo.kernels.cuda.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes, update_mu
 from octavo.kernels.cuda.residual import cast_residual, uncast_residual
+from octavo.kernels.cuda.rotary import rotary
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "local_scales",
     "magnitudes",
     "pack_codes",
+    "rotary",
     "scale_from_amax",
     "scaled_mm_nt",
     "sum_codes",

@@ -19,6 +19,7 @@ from octavo.kernels.reference.random import make_key, random_bits
 from octavo.kernels.reference.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes
 from octavo.kernels.reference.reduce_scalars import update_mu
 from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_e4m11, uncast_residual
+from octavo.kernels.reference.rotary import rotary
 
 __all__ = [
     "ALIGN",
@@ -37,6 +38,7 @@ __all__ = [
     "pack_codes",
     "pad_codes",
     "random_bits",
+    "rotary",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

@@ -1,0 +1,91 @@
+"""Rotary positions: `rotate` of the models bit for bit on queries and keys, values untouched, backward the opposite turn."""
+
+import pytest
+import torch
+from oracle import assert_same_bits, spread_out
+
+from octavo import kernels
+from octavo.models.layers import rotary_table, rotate
+
+SHAPES = ((2, 7, 3, 1, 8), (1, 1, 1, 1, 2), (3, 5, 4, 2, 6), (1, 33, 12, 12, 64))
+"""B, T, H, G, D."""
+
+
+def table(batch: int, tokens: int, channels: int, batched: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = rotary_table(tokens, channels, 10_000.0, torch.device("cpu"))
+    if not batched:
+        return cos, sin
+    places = torch.randint(tokens, (batch, tokens))
+    return cos[places], sin[places]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_and_keys_turn_as_in_the_models(shape, dtype, batched, seed):
+    batch, tokens, heads, groups, channels = shape
+    qkv = spread_out((batch, tokens, heads + 2 * groups, channels)).to(dtype)
+    cos, sin = table(batch, tokens, channels, batched)
+    out = kernels.rotary(qkv, cos, sin, heads + groups)
+    assert out.is_contiguous() and out.dtype == dtype
+    q, k, v = out.split((heads, groups, groups), dim=-2)
+    want_q, want_k, want_v = qkv.split((heads, groups, groups), dim=-2)
+    assert_same_bits(q, rotate(want_q, cos, sin))
+    assert_same_bits(k, rotate(want_k, cos, sin))
+    assert_same_bits(v, want_v)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_backward_is_the_gradient(batched, seed):
+    qkv = torch.randn(2, 9, 8, 16, requires_grad=True)
+    cos, sin = table(2, 9, 16, batched)
+    grad = torch.randn(2, 9, 8, 16)
+    plain = torch.cat((rotate(qkv[..., :6, :], cos, sin), qkv[..., 6:, :]), dim=-2)
+    (want,) = torch.autograd.grad(plain, qkv, grad)
+    assert_same_bits(kernels.rotary(grad, cos, sin, 6, backward=True), want)
+
+
+def test_turning_back_gives_the_input(seed):
+    qkv = torch.randn(2, 9, 8, 16)
+    cos, sin = table(2, 9, 16, False)
+    there = kernels.rotary(qkv, cos, sin, 5)
+    torch.testing.assert_close(kernels.rotary(there, cos, sin, 5, backward=True), qkv, rtol=0, atol=2e-6)
+
+
+def test_all_heads_none_and_no_tokens(seed):
+    qkv = torch.randn(2, 3, 4, 8)
+    cos, sin = table(2, 3, 8, False)
+    assert_same_bits(kernels.rotary(qkv, cos, sin, 0), qkv)
+    assert_same_bits(kernels.rotary(qkv, cos, sin, 4), rotate(qkv, cos, sin))
+    assert kernels.rotary(qkv[:, :0], cos[:0], sin[:0], 4).shape == (2, 0, 4, 8)
+
+
+def test_any_strides(seed):
+    qkv = torch.randn(8, 4, 3, 2).permute(3, 2, 1, 0)
+    cos, sin = table(2, 3, 8, False)
+    assert_same_bits(kernels.rotary(qkv, cos, sin, 3), kernels.rotary(qkv.contiguous(), cos, sin, 3))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_compiled_regions_give_the_same_bits(backward, seed):
+    qkv = torch.randn(2, 5, 6, 8).bfloat16()
+    cos, sin = table(2, 5, 8, False)
+    compiled = torch.compile(
+        lambda x: kernels.rotary(x + 1, cos, sin, 4, backward=backward), backend="aot_eager", fullgraph=True
+    )
+    assert_same_bits(compiled(qkv), kernels.rotary(qkv + 1, cos, sin, 4, backward=backward))
+
+
+def test_the_operator_is_sound(seed):
+    qkv = torch.randn(2, 5, 6, 8)
+    torch.library.opcheck(torch.ops.octavo.rotary.default, (qkv, *table(2, 5, 8, True), 4, False))
+
+
+def test_shapes_that_cannot_be_are_said():
+    qkv, (cos, sin) = torch.zeros(2, 5, 6, 8), table(2, 5, 8, False)
+    with pytest.raises(ValueError, match="7 channels"):
+        kernels.rotary(qkv[..., :7], cos, sin, 4)
+    with pytest.raises(ValueError, match="has 6 heads"):
+        kernels.rotary(qkv, cos, sin, 7)
+    with pytest.raises(ValueError, match=r"\[T, D/2\]"):
+        kernels.rotary(qkv, cos[:4], sin[:4], 4)
