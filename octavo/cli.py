@@ -8,6 +8,7 @@
     octavo presets                                        list the presets
     octavo prepare CONFIG [--set path=value]…             a corpus from sources: filters, no copies, token shards, a report
     octavo reproduce fig7|sensitivity|mu                  experiments of the paper, its claims beside what is measured
+    octavo bench [kernels|linear|block|step|optimizer]    time and memory here, beside BF16 and other libraries
     octavo doctor                                         what this machine can do
 
 Exit codes: 0 done, or stopped by SIGTERM or SIGINT after a checkpoint; 1 the run failed (arithmetic, disk); 2 the user asked for
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.bench.options import add_arguments as add_bench_arguments
 from octavo.formats import NumericsError
 
 
@@ -84,7 +86,9 @@ def _eval(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         return _fail(2, error)
     except torch.OutOfMemoryError as error:
-        return _fail(1, RuntimeError(f"the GPU has too little memory: lower --batch-tokens ({str(error).splitlines()[0]})"))
+        return _fail(
+            1, RuntimeError(f"the GPU has too little memory: lower --batch-tokens ({str(error).splitlines()[0]})")
+        )
     except (NumericsError, OSError) as error:
         return _fail(1, error)
     return 0
@@ -161,6 +165,18 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from octavo.bench.entry import bench, failures
+
+    try:
+        found = failures(bench(arguments))
+    except ValueError as error:
+        return _fail(2, error)
+    except (OSError, torch.OutOfMemoryError) as error:
+        return _fail(1, error)
+    return _fail(1, RuntimeError("; ".join(found))) if found else 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from octavo.doctor import main
 
@@ -229,18 +245,27 @@ def _parser() -> argparse.ArgumentParser:
         description="Evaluate models in FP8 and BF16, and compare them item by item.",
     )
     evaluation.add_argument("models", nargs="*", metavar="MODEL", help="run of octavo train, or Hugging Face folder")
-    evaluation.add_argument("--tasks", metavar="FOLDER|hub", help="the nine zero-shot tasks, from JSON lines or the hub")
+    evaluation.add_argument(
+        "--tasks", metavar="FOLDER|hub", help="the nine zero-shot tasks, from JSON lines or the hub"
+    )
     evaluation.add_argument("--only", type=_names, metavar="NAMES", help="tasks to take, such as piqa,copa")
     evaluation.add_argument("--text", metavar="PATH", help="text file or folder for perplexity")
     evaluation.add_argument("--corpus", metavar="FOLDER", help="prepared corpus for the loss on held-out documents")
     evaluation.add_argument("--limit", type=int, metavar="N", help="first N items of each task, windows of each text")
     evaluation.add_argument(
-        "--recipe", dest="recipes", type=_names, default=(), metavar="NAMES", help="such as bf16,O2; default: the model's own"
+        "--recipe",
+        dest="recipes",
+        type=_names,
+        default=(),
+        metavar="NAMES",
+        help="such as bf16,O2; default: the model's own",
     )
     evaluation.add_argument("--dtype", default="auto", help="fp32 or bf16; auto is fp32 on the CPU, bf16 on a GPU")
     evaluation.add_argument("--device", default="auto", help="auto, cpu or cuda")
     evaluation.add_argument("--window", type=int, metavar="N", help="tokens that the model sees; default: its limit")
-    evaluation.add_argument("--stride", type=int, metavar="N", help="tokens between windows of a text; default: the window")
+    evaluation.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between windows of a text; default: the window"
+    )
     evaluation.add_argument("--batch-tokens", type=int, metavar="N", help="tokens of a batch")
     evaluation.add_argument(
         "--bos", dest="add_bos", action=argparse.BooleanOptionalAction, help="special tokens before each text, or none"
@@ -257,10 +282,15 @@ def _parser() -> argparse.ArgumentParser:
         help="write a run as a Hugging Face checkpoint",
         description="Write the model of a run as a checkpoint that transformers loads.",
     )
-    export.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT", help="folder of octavo train (its newest), or one checkpoint")
+    export.add_argument(
+        "run_or_checkpoint", metavar="RUN_OR_CHECKPOINT", help="folder of octavo train (its newest), or one checkpoint"
+    )
     export.add_argument("out", metavar="OUT", help="new folder")
     export.add_argument(
-        "--format", choices=("bf16", "fp8"), default="bf16", help="fp8: E4M3 weights with one scale each, for compressed-tensors"
+        "--format",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="fp8: E4M3 weights with one scale each, for compressed-tensors",
     )
     export.set_defaults(run=_export)
 
@@ -270,6 +300,13 @@ def _parser() -> argparse.ArgumentParser:
     reproduce.add_argument("rest", nargs=argparse.REMAINDER)
     reproduce.set_defaults(run=_reproduce)
 
+    bench = commands.add_parser(
+        "bench",
+        help="time and memory on this machine",
+        description="Kernels, layers, blocks, steps and optimizers of octavo and its peers: see docs/benchmarks.md.",
+    )
+    add_bench_arguments(bench)
+    bench.set_defaults(run=_bench)
     presets = commands.add_parser("presets", help="list the presets", description="List the presets.")
     presets.set_defaults(run=_presets)
     doctor = commands.add_parser(

@@ -30,6 +30,7 @@ LAYERS = (
     "plan",
     "evaluate",
     "reproduce",
+    "bench",
     "doctor",
     "cli",
 )

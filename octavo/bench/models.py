@@ -1,0 +1,229 @@
+"""`octavo bench block` and `octavo bench step`: octavo's own decoder, beside BF16 and torchao's FP8 of the same model.
+
+    block   N layers of a size and its head, forward and backward; compared with compiled BF16 that has BF16 parameters
+    step    the same with clipping to norm 1 and the optimizer, over micro-batches; compared with BF16 that has FP32 parameters and states
+
+All variants begin with the same weights, see the same random tokens, take the fastest attention and the loss in chunks. The loss of the
+first call must be within 2% of that of BF16. Peak memory is the most that the allocator held in the timed calls. Model FLOPs count
+no recomputation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.bench.peers import small_optimizer, torchao_float8
+from octavo.bench.rows import Row
+from octavo.bench.run import SEED, Run
+from octavo.models import Transformer, TransformerConfig
+from octavo.optim import AdamW, clip_grad_norm_, release_gradients
+from octavo.plan.shapes import Setup
+from octavo.plan.speed import StepTime, step_time
+
+BOUND = 0.02
+BASELINE = "bf16"
+TORCHAO = "torchao tensorwise"
+LR = 1e-4
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a variant has to do."""
+
+    name: str
+    """Such as "8 layers of gpt_7b"."""
+    setup: Setup
+
+    @property
+    def model(self) -> TransformerConfig:
+        return self.setup.model
+
+    def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Random tokens and targets of a micro-batch."""
+        generator = torch.Generator(device).manual_seed(SEED)
+        shape = (2, self.setup.micro_batch, self.setup.seq_len)
+        tokens, targets = torch.randint(self.model.vocab_size, shape, device=device, generator=generator)
+        return tokens, targets
+
+    def row(self, benchmark: str, variant: str, mode: str) -> Row:
+        setup = self.setup
+        tokens = setup.tokens * setup.micro_batches
+        what = f"{self.name}, {setup.seq_len} tokens"
+        if self.model.recompute != "none":
+            what += f", {self.model.recompute} recomputation"
+        if setup.micro_batches > 1:
+            what += f", {setup.micro_batches} micro-batches"
+        return Row(
+            benchmark,
+            what,
+            variant,
+            mode,
+            tokens=tokens,
+            gflops=self.model.flops_per_token(setup.seq_len) * tokens / 1e9,
+            micro_batch=setup.micro_batch,
+            bound=BOUND,
+        )
+
+    def floor(self, run: Run, compiled: bool) -> StepTime | None:
+        """Times by kind at the ceilings of this machine, in octavo's recipe."""
+        return (
+            None if run.ceiling is None else step_time(dataclasses.replace(self.setup, compiled=compiled), run.ceiling)
+        )
+
+
+def build_plain(run: Run, config: TransformerConfig) -> Transformer:
+    """A model with BF16 parameters."""
+    return Transformer.build(config, None, run.device, SEED).to(torch.bfloat16)
+
+
+def build_torchao(run: Run, config: TransformerConfig) -> Transformer:
+    model = build_plain(run, config)
+    torchao_float8(model.blocks, run.device)
+    return model
+
+
+def build_octavo(run: Run, config: TransformerConfig) -> Transformer:
+    return Transformer.build(config, run.recipe, run.device, SEED)
+
+
+def baseline_loss(run: Run, work: Workload) -> float:
+    """The loss of BF16 for the same weights and tokens."""
+    with torch.no_grad():
+        loss = build_plain(run, work.model)(*work.batch(run.device)).item()
+    run.clear()
+    return loss
+
+
+# --- block
+
+
+def run_block(run: Run, work: Workload) -> None:
+    """Forward and backward of all variants."""
+    expected = baseline_loss(run, work)
+    variants: dict[str, Callable[[Run, TransformerConfig], Transformer]] = {
+        BASELINE: build_plain,
+        f"octavo {run.recipe.name}": build_octavo,
+        TORCHAO: build_torchao,
+    }
+    for variant, build in variants.items():
+        for mode in _compiled_first(run.modes):
+            row = work.row("block", variant, mode)
+            if variant.startswith("octavo"):
+                row = with_floor(run, row, work.floor(run, mode == "compiled"), "optimizer")
+            run.add(row, lambda row: _time_block(run, row, work, build, expected), BASELINE)  # noqa: B023
+
+
+def _compiled_first(modes: tuple[str, ...]) -> list[str]:
+    """Eager and compiled; the baseline is the fastest row before, so what is compiled comes first. Whole models take no graph here."""
+    return [mode for mode in ("compiled", "eager") if mode in modes]
+
+
+def with_floor(run: Run, row: Row, time: StepTime | None, without: str = "") -> Row:
+    """The row with its floor, which is said by kind."""
+    if time is None or not run.wants(row.variant):
+        return row
+    kinds = {kind: 1e3 * seconds for kind, seconds in time.by_kind.items() if kind != without}
+    total = sum(kinds.values())
+    parts = ", ".join(f"{kind} {ms:.4g}" for kind, ms in kinds.items())
+    run.record.say(f"floor of {row.what}, micro-batch {row.micro_batch}: {parts}; together {total:.4g} ms")
+    return dataclasses.replace(row, floor_ms=total)
+
+
+def _time_block(
+    run: Run, row: Row, work: Workload, build: Callable[[Run, TransformerConfig], Transformer], expected: float
+) -> Row:
+    model = build(run, work.model)
+    if row.mode == "compiled":
+        model.compile_blocks()
+    tokens, targets = work.batch(run.device)
+
+    def function() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        loss = model(tokens, targets)
+        loss.backward()
+        return loss.detach()
+
+    error = abs(function().item() / expected - 1)
+    run.forget_peak()
+    return dataclasses.replace(row.timed(run.time(function)), error=error, peak_gib=run.peak_gib())
+
+
+# --- step
+
+
+def run_step(run: Run, works: list[Workload]) -> None:
+    """Whole training steps of all variants, each at every micro-batch; what does not fit is a row as well."""
+    ours = f"octavo {run.recipe.name}"
+    variants: dict[str, Callable[[Run, TransformerConfig], tuple[Transformer, torch.optim.Optimizer]]] = {
+        BASELINE: _bf16,
+        ours: _octavo,
+        f"{TORCHAO}, AdamW8bit without master": _torchao,
+    }
+    mode = _compiled_first(run.modes)[0]
+    losses = [baseline_loss(run, work) for work in works]
+    for variant, build in variants.items():
+        for work, expected in zip(works, losses, strict=True):
+            released = work.setup.release if variant == ours else "none"
+            label = variant if released == "none" else f"{variant}, release {released}"
+            row = work.row("step", label, mode)
+            if variant == ours:
+                row = with_floor(run, row, work.floor(run, mode == "compiled"))
+            run.add(row, lambda row: _time_step(run, row, work, build, released, expected), BASELINE)  # noqa: B023
+
+
+def _bf16(run: Run, config: TransformerConfig) -> tuple[Transformer, torch.optim.Optimizer]:
+    model = Transformer.build(config, None, run.device, SEED)
+    return model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def _octavo(run: Run, config: TransformerConfig) -> tuple[Transformer, torch.optim.Optimizer]:
+    model = build_octavo(run, config)
+    return model, AdamW(model.parameters(), lr=LR, recipe=run.recipe)
+
+
+def _torchao(run: Run, config: TransformerConfig) -> tuple[Transformer, torch.optim.Optimizer]:
+    model = build_torchao(run, config)
+    return model, small_optimizer("torchao AdamW8bit", model.parameters(), lr=LR)
+
+
+def _time_step(
+    run: Run,
+    row: Row,
+    work: Workload,
+    build: Callable[[Run, TransformerConfig], tuple[Transformer, torch.optim.Optimizer]],
+    released: str,
+    expected: float,
+) -> Row:
+    model, optimizer = build(run, work.model)
+    octavo = isinstance(optimizer, AdamW)
+    clip = clip_grad_norm_ if octavo else torch.nn.utils.clip_grad_norm_
+    release = None
+    if octavo and released != "none":
+        release = release_gradients(model, optimizer, MAX_NORM, released)  # type: ignore[arg-type]
+    if row.mode == "compiled":
+        model.compile_blocks()
+    tokens, targets = work.batch(run.device)
+
+    def function() -> Tensor:
+        for _ in range(work.setup.micro_batches):
+            loss = model(tokens, targets)
+            if release is not None:
+                release.step(loss)
+            else:
+                (loss / work.setup.micro_batches).backward()
+        if release is None:
+            clip(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    error = abs(function().item() / expected - 1)
+    function()
+    run.forget_peak()
+    return dataclasses.replace(row.timed(run.time(function)), error=error, peak_gib=run.peak_gib())

@@ -1,0 +1,77 @@
+"""The command line of `octavo bench`. It imports nothing of the benchmarks, so that other commands do not either."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+BENCHMARKS = ("kernels", "linear", "block", "step", "optimizer")
+MODES = ("eager", "compiled", "graph")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options; what depends on the device is None until it is known."""
+    parser.add_argument(
+        "benchmarks",
+        nargs="*",
+        metavar="BENCHMARK",
+        help=f"{', '.join(BENCHMARKS)}; default: all of them, in this order",
+    )
+    parser.add_argument(
+        "--roofline",
+        action="store_true",
+        help="measure copy, GEMM and attention rates first, and give each time its floor",
+    )
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="all rows with their conditions")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="bars of throughput and memory")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="at least 10 (default 20)")
+    parser.add_argument(
+        "--preset", metavar="NAME", help="of `octavo presets`: sizes of all benchmarks (default gpt_7b; tiny on a CPU)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change a setting of the preset; may be repeated",
+    )
+    parser.add_argument(
+        "--only",
+        type=_names,
+        default=(),
+        metavar="NAMES",
+        help="variants whose name contains one of these, such as bf16,octavo",
+    )
+    parser.add_argument(
+        "--modes", type=_names, metavar="NAMES", help="eager, compiled, graph (default all three; eager on a CPU)"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="kernels, linear: tokens (default 16384; 256 on a CPU)")
+    parser.add_argument(
+        "--shapes", type=_shapes, metavar="LIST", help="linear: inputs x outputs, such as 4096x4096,4096x16384"
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="block, optimizer: default 8, or 2 on a CPU; step: default all"
+    )
+    parser.add_argument(
+        "--micro-batch",
+        type=_numbers,
+        metavar="LIST",
+        help="step: each of these, block: the first (default 8; 2 on a CPU)",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, metavar="N", help="step: of an optimizer step (default 1)"
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    pairs = [part.split("x") for part in text.split(",")]
+    return [(int(inputs), int(outputs)) for inputs, outputs in pairs]
