@@ -92,12 +92,14 @@ def build_octavo(run: Run, config: TransformerConfig) -> Transformer:
     return Transformer.build(config, run.recipe, run.device, SEED)
 
 
-def baseline_loss(run: Run, work: Workload) -> float:
-    """The loss of BF16 for the same weights and tokens."""
+def baseline_losses(run: Run, works: list[Workload]) -> list[float]:
+    """The losses of BF16 for the same weights and tokens; all works have the same model."""
+    model = build_plain(run, works[0].model)
     with torch.no_grad():
-        loss = build_plain(run, work.model)(*work.batch(run.device)).item()
+        losses = [model(*work.batch(run.device)).item() for work in works]
+    del model
     run.clear()
-    return loss
+    return losses
 
 
 # --- block
@@ -105,7 +107,7 @@ def baseline_loss(run: Run, work: Workload) -> float:
 
 def run_block(run: Run, work: Workload) -> None:
     """Forward and backward of all variants."""
-    expected = baseline_loss(run, work)
+    (expected,) = baseline_losses(run, [work])
     variants: dict[str, Callable[[Run, TransformerConfig], Transformer]] = {
         BASELINE: build_plain,
         f"octavo {run.recipe.name}": build_octavo,
@@ -166,7 +168,7 @@ def run_step(run: Run, works: list[Workload]) -> None:
         f"{TORCHAO}, AdamW8bit without master": _torchao,
     }
     mode = _compiled_first(run.modes)[0]
-    losses = [baseline_loss(run, work) for work in works]
+    losses = baseline_losses(run, works)
     for variant, build in variants.items():
         for work, expected in zip(works, losses, strict=True):
             released = work.setup.release if variant == ours else "none"

@@ -1,6 +1,6 @@
 """Bars of a run for the README: what is fast, and what is small.
 
-One panel for each quantity that the rows have; in each group of bars (shapes) one colour for a variant, the baseline grey.
+One panel for each quantity that the rows have, one bar for a row; the baselines are grey, and each library has its colour.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PANELS: tuple[tuple[str, str, Quantity], ...] = (
     ("optimizer", "weights, gradients and states:\nbytes a parameter", lambda row: row.resident_bytes),
 )
 """Benchmark, title, what is drawn."""
+LIBRARIES = ("octavo", "torchao", "TransformerEngine", "flashoptim", "bitsandbytes")
+"""First words of variants; any other is a baseline."""
 
 
 def _thousand(value: float | None) -> float | None:
@@ -44,13 +46,11 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
         raise ValueError(
             "there is nothing to plot: --plot shows linear, block, step and optimizer, and none of them has a row"
         )
-    names = list(dict.fromkeys(row.variant for _, bars in panels for row, _ in bars))
-    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     heights = [0.8 + 0.24 * len(bars) for _, bars in panels]
     figure, grid = new_figure(len(panels), 1, figsize=(8, sum(heights) + 0.6), height_ratios=heights, squeeze=False)
     for axes, (label, bars) in zip(grid[:, 0], panels, strict=True):
         places = range(len(bars))
-        drawn = axes.barh(places, [value for _, value in bars], color=[colours[row.variant] for row, _ in bars])
+        drawn = axes.barh(places, [value for _, value in bars], color=[_colour(row) for row, _ in bars])
         axes.bar_label(drawn, [f"{value:.3g}" for _, value in bars], padding=3, fontsize=8)
         axes.set_yticks(places, [_label(row) for row, _ in bars], fontsize=7)
         axes.invert_yaxis()
@@ -59,6 +59,11 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=8)
     write_figure(figure, path)
+
+
+def _colour(row: Row) -> str:
+    library = row.variant.split()[0]
+    return COLOURS[LIBRARIES.index(library) + 1] if library in LIBRARIES else COLOURS[0]
 
 
 def _label(row: Row) -> str:
