@@ -83,12 +83,14 @@ def build_plain(run: Run, config: TransformerConfig) -> Transformer:
 
 
 def build_torchao(run: Run, config: TransformerConfig) -> Transformer:
+    """The same, its blocks in torchao's FP8; the head stays BF16, as in octavo."""
     model = build_plain(run, config)
     torchao_float8(model.blocks, run.device)
     return model
 
 
 def build_octavo(run: Run, config: TransformerConfig) -> Transformer:
+    """A model in the recipe of the run; what is not converted has FP32 parameters."""
     return Transformer.build(config, run.recipe, run.device, SEED)
 
 
