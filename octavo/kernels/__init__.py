@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from octavo.kernels import ops
+from octavo.kernels.activation import (
+    activation_amax,
+    activation_backward_amax,
+    activation_backward_cast,
+    activation_cast,
+)
 from octavo.kernels.dispatch import backend
+from octavo.kernels.gemm import scaled_mm_nt
+from octavo.kernels.norm import norm_backward, norm_cast, norm_stats
+from octavo.kernels.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
 from octavo.kernels.reference.adamw import Operands
 from octavo.kernels.reference.cast import scale_shape
@@ -36,10 +45,15 @@ __all__ = [
     "Places",
     "Unpacked",
     "Values",
+    "activation_amax",
+    "activation_backward_amax",
+    "activation_backward_cast",
+    "activation_cast",
     "adamw",
     "adamw_scalars",
     "amax",
     "cast",
+    "cast_current",
     "cast_residual",
     "cast_sum",
     "cast_transpose",
@@ -48,8 +62,12 @@ __all__ = [
     "magnitudes",
     "make_key",
     "merge_e4m11",
+    "norm_backward",
+    "norm_cast",
+    "norm_stats",
     "pack_codes",
     "pad_codes",
+    "quantize",
     "random_bits",
     "rotary",
     "scale_from_amax",
@@ -61,6 +79,7 @@ __all__ = [
     "uncast_residual",
     "unpack_codes",
     "update_mu",
+    "visible_scale",
 ]
 
 
@@ -172,35 +191,6 @@ def cast_transpose_amax(
 def transpose_codes(codes: Tensor) -> Tensor:
     """Transposed copy [Kp, Mp] of 1-byte `codes` [M, K], padded with zero codes to multiples of 16."""
     return ops.transpose_codes(codes) if is_compiling() else backend(codes).transpose_codes(codes)
-
-
-def scaled_mm_nt(
-    a_codes: Tensor,
-    b_codes: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    out_dtype: torch.dtype,
-    *,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """(a_codes [M, K] · b_codes [N, K]ᵀ) / (a_scale · b_scale) + bias [N], as [M, N] of `out_dtype`.
-
-    Both operands are FP8 and row-major, K and N multiples of 16 (on CUDA); not both E5M2. Scales are FP32, 0-d.
-    `fast_accum` lets Hopper keep sums in about 14 bits: good enough for the forward GEMM only.
-    Raises `ValueError` where the shapes do not match, or for two E5M2 operands.
-    """
-    if a_codes.shape[-1] != b_codes.shape[-1]:
-        raise ValueError(
-            f"a_codes {tuple(a_codes.shape)} and b_codes {tuple(b_codes.shape)} differ in K, their last dim"
-        )
-    if a_codes.dtype == b_codes.dtype == torch.float8_e5m2:
-        raise ValueError("a_codes and b_codes are both E5M2, which no tensor core multiplies: cast one of them to E4M3")
-    if is_compiling():
-        return ops.scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias)
-    return backend(a_codes).scaled_mm_nt(
-        a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias
-    )
 
 
 def cast_residual(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

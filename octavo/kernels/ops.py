@@ -129,17 +129,17 @@ def _(codes):
 @torch.library.custom_op(
     "octavo::scaled_mm_nt",
     mutates_args=(),
-    schema="(Tensor a_codes, Tensor b_codes, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, bool fast_accum, Tensor? bias)"
-    " -> Tensor",
+    schema="(Tensor a_codes, Tensor b_codes, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, bool fast_accum, Tensor? bias,"
+    " bool inverse_scales=False) -> Tensor",
 )
-def scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias):
+def scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias, inverse_scales=False):
     return backend(a_codes).scaled_mm_nt(
-        a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias
+        a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum=fast_accum, bias=bias, inverse_scales=inverse_scales
     )
 
 
 @scaled_mm_nt.register_fake
-def _(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias):
+def _(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias, inverse_scales=False):
     return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)
 
 

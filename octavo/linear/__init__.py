@@ -1,7 +1,8 @@
-"""Linear layers in FP8: `gemm` multiplies, `storage` keeps weights and gradients, `module` is the layer, `stats` counts losses."""
+"""Linear layers in FP8: `operand` casts, `gemm` multiplies, `storage` keeps weights, `module` is the layer, `stats` counts losses."""
 
-from octavo.linear.gemm import LinearFunction, Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
+from octavo.linear.gemm import LinearFunction
 from octavo.linear.module import FP8Conv1D, FP8Linear
+from octavo.linear.operand import Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
 from octavo.linear.stats import CastCounts, collect_stats
 from octavo.linear.storage import replace_parameter, replaceable
 

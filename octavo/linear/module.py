@@ -18,15 +18,8 @@ from torch.compiler import is_compiling
 
 from octavo.formats import Format
 from octavo.linear import tracing
-from octavo.linear.gemm import (
-    Gemms,
-    LinearFunction,
-    Operand,
-    cast_operand,
-    drop_weight_cache,
-    scaled_gradient,
-    weight_operand,
-)
+from octavo.linear.gemm import Gemms, LinearFunction
+from octavo.linear.operand import Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
 from octavo.linear.storage import replace_parameter, unwatch_gradient, watch_gradient
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling

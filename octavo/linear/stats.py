@@ -13,8 +13,8 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from octavo.linear.gemm import drop_weight_cache
 from octavo.linear.module import FP8Linear
+from octavo.linear.operand import drop_weight_cache
 
 QUANTITIES = ("input", "weight", "grad_output", "grad")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.linear.gemm import scaled_gradient
+from octavo.linear.operand import scaled_gradient
 from octavo.linear.tracing import register_callbacks
 from octavo.tensor import ScaledTensor, uncast
 

@@ -3,26 +3,44 @@
 The same names and arguments as `octavo.kernels.reference`, and the same bits, but for the GEMM.
 """
 
+from octavo.kernels.cuda.activation import (
+    activation_amax,
+    activation_backward_amax,
+    activation_backward_cast,
+    activation_cast,
+)
 from octavo.kernels.cuda.adamw import adamw
 from octavo.kernels.cuda.cast import amax, cast, scale_from_amax, uncast
 from octavo.kernels.cuda.gemm import scaled_mm_nt
 from octavo.kernels.cuda.magnitudes import magnitudes
+from octavo.kernels.cuda.norm import norm_cast, norm_stats
+from octavo.kernels.cuda.norm_backward import norm_backward
+from octavo.kernels.cuda.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.cuda.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes, update_mu
 from octavo.kernels.cuda.residual import cast_residual, uncast_residual
 from octavo.kernels.cuda.rotary import rotary
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
 
 __all__ = [
+    "activation_amax",
+    "activation_backward_amax",
+    "activation_backward_cast",
+    "activation_cast",
     "adamw",
     "amax",
     "cast",
+    "cast_current",
     "cast_residual",
     "cast_sum",
     "cast_transpose",
     "cast_transpose_amax",
     "local_scales",
     "magnitudes",
+    "norm_backward",
+    "norm_cast",
+    "norm_stats",
     "pack_codes",
+    "quantize",
     "rotary",
     "scale_from_amax",
     "scaled_mm_nt",
@@ -32,4 +50,5 @@ __all__ = [
     "uncast_residual",
     "unpack_codes",
     "update_mu",
+    "visible_scale",
 ]

@@ -5,6 +5,8 @@ Offsets are int64 from the start of a tile, so tensors may have more than 2^31 e
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels import reference
-from octavo.kernels.cuda.launch import on_device
+from octavo.kernels.cuda.launch import Launcher, on_device
 from octavo.kernels.cuda.numerics import (
     constants,
     flushed_count,
@@ -25,29 +27,44 @@ from octavo.kernels.cuda.numerics import (
 from octavo.kernels.reference.cast import largest
 
 TILE = 4096
-MIN_PROGRAMS = 1024
+MAX_PARTS = 1024
 MAX_ROUNDS = 16
 
 
 @triton.jit
-def _amax_kernel(x_ptr, amax_ptr, numel, ROUNDS: tl.constexpr, TILE: tl.constexpr):
-    """amax = max |x|, ROUNDS tiles to a program. x [numel]: any float; amax [1]: FP32 bits as int32, zero before."""
-    start = tl.program_id(0).to(tl.int64) * (ROUNDS * TILE)
+def _amax_kernel(x_ptr, parts_ptr, numel, turns, ROUNDS: tl.constexpr, TILE: tl.constexpr):
+    """parts[p] = max |x| of the tiles p, p + P, ... of P programs. x [numel]: any float; parts [P]: FP32 bits as int32.
+
+    Programs that run together read neighbouring tiles, and so the end of `x` last: it is what the cache still holds after.
+    """
+    start = tl.program_id(0).to(tl.int64) * TILE
+    step = tl.num_programs(0) * TILE
     lane = tl.arange(0, TILE)
     largest = tl.zeros([TILE], tl.int32)
-    for _ in tl.static_range(ROUNDS):
-        bits = magnitude_bits(tl.load(x_ptr + start + lane, mask=lane < numel - start, other=0.0))
-        largest = tl.where(bits > largest, bits, largest)
-        start += TILE
-    tl.atomic_max(amax_ptr, tl.max(largest, 0))
+    for _ in range(turns):
+        for _ in tl.static_range(ROUNDS):
+            bits = magnitude_bits(tl.load(x_ptr + start + lane, mask=lane < numel - start, other=0.0))
+            largest = tl.where(bits > largest, bits, largest)
+            start += step
+    tl.store(parts_ptr + tl.program_id(0), tl.max(largest, 0))
 
 
 @triton.jit
-def _scale_kernel(amax_ptr, scale_ptr, numel, limit, POWER_OF_TWO: tl.constexpr, TILE: tl.constexpr):
-    """scale = limit / amax, or 2^floor(log2(limit / amax)), in [2^-126, 2^126]; 1 if amax is zero or not finite. FP32 [numel]."""
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    amax = tl.load(amax_ptr + index, mask=index < numel, other=0.0)
-    limit = tl.zeros_like(amax) + limit
+def largest_part(parts_ptr, parts, PARTS: tl.constexpr):
+    """The FP32 with the largest of `parts` <= PARTS int32, its bits: the amax that `_amax_kernel` left in parts."""
+    lane = tl.arange(0, PARTS)
+    return tl.max(tl.load(parts_ptr + lane, mask=lane < parts, other=0), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest_kernel(parts_ptr, amax_ptr, parts, PARTS: tl.constexpr):
+    """amax = the largest part, by one program. parts [parts]: int32; amax [1]: FP32."""
+    tl.store(amax_ptr, largest_part(parts_ptr, parts, PARTS))
+
+
+@triton.jit
+def scale_of(amax, limit, POWER_OF_TWO: tl.constexpr):
+    """limit / amax, or 2^floor(log2(limit / amax)), in [2^-126, 2^126]; 1 if amax is zero or not finite. FP32, a tensor or scalar."""
     if POWER_OF_TWO:
         bits = amax.to(tl.int32, bitcast=True)
         limit_bits = limit.to(tl.int32, bitcast=True)
@@ -57,7 +74,15 @@ def _scale_kernel(amax_ptr, scale_ptr, numel, limit, POWER_OF_TWO: tl.constexpr,
     else:
         scale = tl.div_rn(limit, amax)
         scale = tl.where(scale > 2.0**126, 2.0**126, tl.where(scale < 2.0**-126, 2.0**-126, scale))
-    scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+
+
+@triton.jit
+def _scale_kernel(amax_ptr, scale_ptr, numel, limit, POWER_OF_TWO: tl.constexpr, TILE: tl.constexpr):
+    """scale = `scale_of` amax. amax, scale: FP32 [numel]."""
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    amax = tl.load(amax_ptr + index, mask=index < numel, other=0.0)
+    scale = scale_of(amax, tl.zeros_like(amax) + limit, POWER_OF_TWO)
     tl.store(scale_ptr + index, scale, mask=index < numel)
 
 
@@ -126,18 +151,44 @@ def _uncast_kernel(
     tl.store(x_ptr + start + lane, x.to(x_ptr.dtype.element_ty), mask=valid)
 
 
+_launch_amax = Launcher(_amax_kernel, num_warps=8)
+_launch_largest = Launcher(_largest_kernel, num_warps=4)
+_launch_scale = Launcher(_scale_kernel, num_warps=1)
+
+
+def amax_parts(x: Tensor) -> Tensor:
+    """max |x| of parts of a contiguous `x`, FP32 bits as int32 [P], P <= MAX_PARTS: the largest is its amax.
+
+    Whoever wants the amax takes the largest part itself, in registers. One word that all programs raise together would have to
+    be zeroed before, by another launch, or be kept zero between calls, which neither two streams nor a captured graph allow.
+    """
+    numel = x.numel()
+    programs, turns, rounds = _division(numel)
+    parts = x.new_empty(programs, dtype=torch.int32)
+    _launch_amax(programs, (x, parts), numel, turns, rounds, TILE)
+    return parts
+
+
+@cache
+def _division(numel: int) -> tuple[int, int, int]:
+    """(programs, turns, rounds) of `_amax_kernel`: turns * rounds tiles to a program, `rounds` of them unrolled."""
+    tiles = triton.cdiv(numel, TILE)
+    # A multiple of 16, so that parts are read 16 bytes at a time. Many tiles to a program keep more loads in flight than one.
+    programs = 1 if tiles <= 1 else min(triton.cdiv(tiles, 16) * 16, MAX_PARTS)
+    each = max(triton.cdiv(tiles, programs), 1)
+    rounds = min(triton.next_power_of_2(each), MAX_ROUNDS)
+    return programs, triton.cdiv(each, rounds), rounds
+
+
 def amax(x: Tensor, *, block: int | None = None) -> Tensor:
-    """See `octavo.kernels.amax`. One pass, and no order of the sums to depend on: the result is deterministic."""
+    """See `octavo.kernels.amax`. A maximum has no order of terms to depend on: the result is deterministic."""
     if block is not None:
         return reference.amax(x, block=block)
-    x = x.contiguous()
-    out = torch.zeros((), dtype=torch.float32, device=x.device)
-    # Large tensors take few programs, for each ends in an atomic on the same address; small ones many, to fill the device.
-    rounds = min(triton.next_power_of_2(x.numel() // (TILE * MIN_PROGRAMS) + 1), MAX_ROUNDS)
-    with on_device(x):
-        _amax_kernel[(triton.cdiv(x.numel(), rounds * TILE),)](
-            x, out.view(torch.int32), x.numel(), ROUNDS=rounds, TILE=TILE, num_warps=8
-        )
+    parts = amax_parts(x if x.is_contiguous() else x.contiguous())
+    if parts.numel() == 1:
+        return parts.view(torch.float32).view(())
+    out = x.new_empty((), dtype=torch.float32)
+    _launch_largest(1, (parts, out), parts.numel(), MAX_PARTS)
     return out
 
 
@@ -145,10 +196,8 @@ def scale_from_amax(amax: Tensor, max: float, power_of_two: bool = True, margin:
     """See `octavo.kernels.scale_from_amax`."""
     amax = amax.contiguous()
     scale = torch.empty_like(amax)
-    with on_device(amax):
-        _scale_kernel[(triton.cdiv(amax.numel(), 256),)](
-            amax, scale, amax.numel(), max * 2.0**-margin, POWER_OF_TWO=power_of_two, TILE=256, num_warps=1
-        )
+    numel = amax.numel()
+    _launch_scale(-(-numel // 256), (amax, scale), numel, max * 2.0**-margin, power_of_two, 256)
     return scale
 
 

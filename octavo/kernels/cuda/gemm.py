@@ -20,6 +20,7 @@ def scaled_mm_nt(
     *,
     fast_accum: bool = False,
     bias: Tensor | None = None,
+    inverse_scales: bool = False,
 ) -> Tensor:
     """See `octavo.kernels.scaled_mm_nt`."""
     if a_codes.numel() == 0:
@@ -28,12 +29,14 @@ def scaled_mm_nt(
         return out if bias is None else out + bias.to(out_dtype)
     # cuBLASLt adds a bias of the output's dtype, but none to an FP32 output.
     fused_bias = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
+    if not inverse_scales:
+        a_scale, b_scale = a_scale.reciprocal(), b_scale.reciprocal()
     out = scaled_mm(
         a_codes.contiguous(),
         b_codes.contiguous().t(),
-        a_scale.reciprocal(),
+        a_scale,
         ScalingType.TensorWise,
-        b_scale.reciprocal(),
+        b_scale,
         ScalingType.TensorWise,
         bias=fused_bias,
         output_dtype=out_dtype,

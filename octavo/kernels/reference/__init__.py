@@ -1,5 +1,11 @@
 """The specification of every kernel: the same name and arguments in plain PyTorch, on any device."""
 
+from octavo.kernels.reference.activation import (
+    activation_amax,
+    activation_backward_amax,
+    activation_backward_cast,
+    activation_cast,
+)
 from octavo.kernels.reference.adamw import adamw
 from octavo.kernels.reference.adamw_scalars import adamw_scalars
 from octavo.kernels.reference.cast import (
@@ -15,6 +21,8 @@ from octavo.kernels.reference.cast import (
 )
 from octavo.kernels.reference.gemm import scaled_mm_nt
 from octavo.kernels.reference.magnitudes import magnitudes
+from octavo.kernels.reference.norm import norm_backward, norm_cast, norm_stats
+from octavo.kernels.reference.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.reference.random import make_key, random_bits
 from octavo.kernels.reference.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes
 from octavo.kernels.reference.reduce_scalars import update_mu
@@ -23,10 +31,15 @@ from octavo.kernels.reference.rotary import rotary
 
 __all__ = [
     "ALIGN",
+    "activation_amax",
+    "activation_backward_amax",
+    "activation_backward_cast",
+    "activation_cast",
     "adamw",
     "adamw_scalars",
     "amax",
     "cast",
+    "cast_current",
     "cast_residual",
     "cast_sum",
     "cast_transpose",
@@ -35,8 +48,12 @@ __all__ = [
     "magnitudes",
     "make_key",
     "merge_e4m11",
+    "norm_backward",
+    "norm_cast",
+    "norm_stats",
     "pack_codes",
     "pad_codes",
+    "quantize",
     "random_bits",
     "rotary",
     "scale_from_amax",
@@ -48,4 +65,5 @@ __all__ = [
     "uncast_residual",
     "unpack_codes",
     "update_mu",
+    "visible_scale",
 ]

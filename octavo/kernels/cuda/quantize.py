@@ -1,0 +1,222 @@
+"""Current scaling in two launches: the largest value of each part of a tensor, then one kernel for all that follows from it.
+
+Done apart, current scaling of an operand is an amax, a scale from it, a cast, `where(isfinite)` and a reciprocal for the GEMM, and in
+backward a sum of columns for the bias: 9 launches and up to three reads of the tensor. Of these only the amax must come first. The
+kernels here take the largest part themselves, each program for itself (4 KB from the cache), so scale, its reciprocal, codes, their
+transpose and column sums come from the second read: 2 + 2 bytes an element of BF16 read, 1 + 1 written. Tiles are taken last to first,
+because the end of the tensor is what the first read left in the cache.
+
+Column sums are FP32 and deterministic: each tile stores those of its rows, [tiles, K], and a second step adds them in a fixed order;
+atomics would add in any. No sum is more than TILE_M + tiles roundings deep.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels import reference
+from octavo.kernels.cuda.cast import MAX_PARTS, amax_parts, largest_part, scale_of
+from octavo.kernels.cuda.cast import TILE as FLAT_TILE
+from octavo.kernels.cuda.launch import Launcher
+from octavo.kernels.cuda.numerics import flushed_count, saturate, saturated_count
+from octavo.kernels.cuda.transpose import TILE_K, TILE_M, as_fp8, geometry, store_tile, tile
+
+ROWS, COLUMNS = 32, 64
+"""Tile of the second step of column sums."""
+
+
+@triton.jit
+def _visible_scale(scale, amax, unit_ptr):
+    """(scale · unit, or NaN where amax is not finite; its reciprocal): scalars. unit [1]: FP32 or None."""
+    visible = tl.where(amax < float("inf"), scale, float("nan"))
+    if unit_ptr is not None:
+        visible *= tl.load(unit_ptr)
+    return visible, tl.div_rn(1.0, visible)
+
+
+@triton.jit(do_not_specialize=["tiles_k"])
+def _quantize_kernel(
+    x_ptr,
+    parts_ptr,
+    unit_ptr,
+    codes_ptr,
+    codes_t_ptr,
+    scale_ptr,
+    inverse_ptr,
+    sums_ptr,
+    stats_ptr,
+    m_size,
+    k_size,
+    m_padded,
+    k_padded,
+    tiles_k,
+    parts,
+    MAX: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """codes = saturate(round(x * s)), codes_t = codesᵀ, s = `scale_of` the largest part; zero codes in the padding.
+
+    x [m_size, k_size] contiguous: any float; parts [parts]: int32; codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8;
+    scale, inverse [1]: FP32, s · unit (NaN if x has a value that is not finite) and its reciprocal; unit [1]: FP32; sums [tiles along
+    M, k_size]: FP32, Σ x over the rows of each tile; stats [2]: int64. Results that are not wanted are None.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    m, k = tile(program, tiles_k, TILE_M, TILE_K)
+    valid = (m < m_size)[:, None] & (k < k_size)[None, :]
+    x = tl.load(x_ptr + (m * k_size)[:, None] + k[None, :], mask=valid, other=0.0).to(tl.float32)
+    amax = largest_part(parts_ptr, parts, PARTS)
+    scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
+    if program == 0:
+        visible, inverse = _visible_scale(scale, amax, unit_ptr)
+        tl.store(scale_ptr, visible)
+        tl.store(inverse_ptr, inverse)
+    if sums_ptr is not None:
+        row = (program // tiles_k).to(tl.int64) * k_size
+        tl.store(sums_ptr + row + k, tl.sum(x, 0), mask=k < k_size)
+    y = x * scale  # the scale is finite: zeros of the padding stay
+    if stats_ptr is not None:
+        tl.atomic_add(stats_ptr, tl.sum(tl.sum(saturated_count(y, MAX), 1), 0).to(tl.int64))
+    codes = as_fp8(saturate(y, MAX), MANTISSA_BITS)
+    if stats_ptr is not None:
+        tl.atomic_add(stats_ptr + 1, tl.sum(tl.sum(flushed_count(x, codes), 1), 0).to(tl.int64))
+    store_tile(codes.to(tl.uint8, bitcast=True), codes_ptr, codes_t_ptr, m, k, m_padded, k_padded)
+
+
+@triton.jit
+def _add_rows_kernel(parts_ptr, sum_ptr, rows, k_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """sum = Σ over the rows of parts, ROWS at a time in their order. parts [rows, k_size], sum [k_size]: FP32."""
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, rows, ROWS):
+        at = (start + row).to(tl.int64) * k_size
+        valid = (start + row < rows)[:, None] & (k < k_size)[None, :]
+        total += tl.sum(tl.load(parts_ptr + at[:, None] + k[None, :], mask=valid, other=0.0), 0)
+    tl.store(sum_ptr + k, total, mask=k < k_size)
+
+
+@triton.jit
+def _cast_current_kernel(
+    x_ptr,
+    parts_ptr,
+    codes_ptr,
+    scale_ptr,
+    stats_ptr,
+    numel,
+    parts,
+    MAX: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """codes = saturate(round(x * scale)), all NaN if a value of x is not finite; scale = `scale_of` the largest part.
+
+    x, codes [numel]: any float, FP8; parts [parts]: int32; scale [1]: FP32; stats [2]: int64 or None.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    start = program.to(tl.int64) * TILE
+    lane = tl.arange(0, TILE)
+    valid = lane < numel - start
+    x = tl.load(x_ptr + start + lane, mask=valid, other=0.0).to(tl.float32)
+    amax = largest_part(parts_ptr, parts, PARTS)
+    scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
+    if program == 0:
+        tl.store(scale_ptr, scale)
+    y = x * tl.where(amax < float("inf"), scale, float("nan"))
+    if stats_ptr is not None:
+        tl.atomic_add(stats_ptr, tl.sum(saturated_count(y, MAX), 0).to(tl.int64))
+    codes = as_fp8(saturate(y, MAX), MANTISSA_BITS)
+    if stats_ptr is not None:
+        tl.atomic_add(stats_ptr + 1, tl.sum(flushed_count(x, codes), 0).to(tl.int64))
+    tl.store(codes_ptr + start + lane, codes, mask=valid)
+
+
+@triton.jit
+def _visible_scale_kernel(scale_ptr, amax_ptr, unit_ptr, visible_ptr, inverse_ptr):
+    """visible = scale · unit, or NaN where amax is not finite; inverse = 1 / visible. All [1]: FP32; unit may be None."""
+    visible, inverse = _visible_scale(tl.load(scale_ptr), tl.load(amax_ptr), unit_ptr)
+    tl.store(visible_ptr, visible)
+    tl.store(inverse_ptr, inverse)
+
+
+_launch_quantize = Launcher(_quantize_kernel, num_warps=8)
+_launch_add_rows = Launcher(_add_rows_kernel, num_warps=4)
+_launch_cast_current = Launcher(_cast_current_kernel, num_warps=8)
+_launch_visible_scale = Launcher(_visible_scale_kernel, num_warps=1)
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    power_of_two: bool = True,
+    row: bool = True,
+    col: bool = True,
+    column_sum: bool = False,
+    unit: Tensor | None = None,
+    stats: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """See `octavo.kernels.reference.quantize`. A matrix of one row or column takes the reference, as in `cast_transpose`."""
+    m, k = x.shape
+    if m <= 1 or k <= 1:
+        return reference.quantize(
+            x, fmt, power_of_two=power_of_two, row=row, col=col, column_sum=column_sum, unit=unit, stats=stats
+        )
+    if not x.is_contiguous():
+        x = x.contiguous()
+    parts = amax_parts(x)
+    m_padded, k_padded, tiles_m, tiles_k = geometry(m, k)
+    codes = x.new_empty((m_padded, k_padded), dtype=fmt.dtype) if row else None
+    codes_t = x.new_empty((k_padded, m_padded), dtype=fmt.dtype) if col else None
+    scale, inverse = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+    sums = x.new_empty((tiles_m, k), dtype=torch.float32) if column_sum else None
+    _launch_quantize(
+        tiles_m * tiles_k,
+        (x, parts, unit, codes, codes_t, scale, inverse, sums, stats),
+        *(m, k, m_padded, k_padded, tiles_k, parts.numel()),
+        *(fmt.max, fmt.mantissa_bits, power_of_two, MAX_PARTS, TILE_M, TILE_K),
+    )
+    return codes, codes_t, scale, inverse, None if sums is None else _add_rows(sums)
+
+
+def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `octavo.kernels.reference.cast_current`."""
+    numel = x.numel()
+    if numel == 0:
+        return reference.cast_current(x, fmt, stats=stats)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    parts = amax_parts(x)
+    codes, scale = x.new_empty(x.shape, dtype=fmt.dtype), x.new_empty((), dtype=torch.float32)
+    _launch_cast_current(
+        -(-numel // FLAT_TILE),
+        (x, parts, codes, scale, stats),
+        *(numel, parts.numel(), fmt.max, fmt.mantissa_bits, True, MAX_PARTS, FLAT_TILE),
+    )
+    return codes, scale
+
+
+def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `octavo.kernels.reference.visible_scale`."""
+    visible, inverse = torch.empty_like(scale), torch.empty_like(scale)
+    _launch_visible_scale(1, (scale, amax, unit, visible, inverse))
+    return visible, inverse
+
+
+def _add_rows(parts: Tensor) -> Tensor:
+    """The sum of the rows, FP32 [K]."""
+    rows, k = parts.shape
+    if rows == 1:
+        return parts.view(k)
+    out = parts.new_empty(k)
+    _launch_add_rows(-(-k // COLUMNS), (parts, out), rows, k, ROWS, COLUMNS)
+    return out

@@ -1,0 +1,77 @@
+"""Current scaling as opaque operators, for `torch.compile`; see `octavo.kernels.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.formats import Format
+from octavo.kernels.dispatch import backend
+from octavo.kernels.ops import _new_stats, _padded
+
+
+@torch.library.custom_op(
+    "octavo::quantize",
+    mutates_args=(),
+    schema="(Tensor x, ScalarType dtype, bool power_of_two, bool row, bool col, bool column_sum, Tensor? unit, bool count)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def quantize(x, dtype, power_of_two, row, col, column_sum, unit, count):
+    stats = _new_stats(x, count)
+    codes, codes_t, scale, inverse, sums = backend(x).quantize(
+        x,
+        Format.of(dtype),
+        power_of_two=power_of_two,
+        row=row,
+        col=col,
+        column_sum=column_sum,
+        unit=unit,
+        stats=stats if count else None,
+    )
+    return (
+        x.new_empty(0, dtype=dtype) if codes is None else codes,
+        x.new_empty(0, dtype=dtype) if codes_t is None else codes_t,
+        scale,
+        inverse,
+        x.new_empty(0, dtype=torch.float32) if sums is None else sums,
+        stats,
+    )
+
+
+@quantize.register_fake
+def _(x, dtype, power_of_two, row, col, column_sum, unit, count):
+    m, k = _padded(x.shape[0]), _padded(x.shape[1])
+    return (
+        x.new_empty((m, k) if row else 0, dtype=dtype),
+        x.new_empty((k, m) if col else 0, dtype=dtype),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(x.shape[1] if column_sum else 0, dtype=torch.float32),
+        _new_stats(x, count),
+    )
+
+
+@torch.library.custom_op(
+    "octavo::cast_current",
+    mutates_args=(),
+    schema="(Tensor x, ScalarType dtype, bool count) -> (Tensor, Tensor, Tensor)",
+)
+def cast_current(x, dtype, count):
+    stats = _new_stats(x, count)
+    return *backend(x).cast_current(x, Format.of(dtype), stats=stats if count else None), stats
+
+
+@cast_current.register_fake
+def _(x, dtype, count):
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32), _new_stats(x, count)
+
+
+@torch.library.custom_op(
+    "octavo::visible_scale", mutates_args=(), schema="(Tensor scale, Tensor amax, Tensor? unit) -> (Tensor, Tensor)"
+)
+def visible_scale(scale, amax, unit):
+    return backend(scale).visible_scale(scale, amax, unit)
+
+
+@visible_scale.register_fake
+def _(scale, amax, unit):
+    return torch.empty_like(scale), torch.empty_like(scale)

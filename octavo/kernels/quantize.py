@@ -1,0 +1,89 @@
+"""Current scaling: a tensor is cast with the scale of its own largest value, in two launches (see `octavo.kernels`).
+
+The tensor is read twice, 2 + 2 bytes an element of BF16, because the scale needs the largest value before the first code. What else one
+wants of it, transposed codes or the sum of its columns, comes from the second read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from octavo.formats import Format
+from octavo.kernels import ops_quantize
+from octavo.kernels.dispatch import backend
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    power_of_two: bool = True,
+    row: bool = True,
+    col: bool = True,
+    column_sum: bool = False,
+    unit: Tensor | None = None,
+    return_inverse: bool = False,
+    stats: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """(codes, codes_t, scale, column_sum): `x` [M, K] as operands of both GEMMs that read it, scaled by its own largest value.
+
+    codes [Mp, Kp] and codes_t [Kp, Mp] as of `cast_transpose` with scale_from_amax(amax(x)). A value that is not finite, which the
+    cast saturates, shows in the scale returned: FP32, 0-d, and then NaN.
+
+    Args:
+        fmt: E4M3 or E5M2.
+        power_of_two: of the scale.
+        row, col: codes and codes_t that are not wanted are None.
+        column_sum: sum the columns of x (not of the codes), FP32 [K]; the order of the terms is fixed, but is the device's. Else None.
+        unit: FP32, 0-d: x stands for the real values x / unit, and the scale returned is the one of these.
+        return_inverse: return 1 / scale as well, as a fifth result, for `scaled_mm_nt`.
+        stats: as in `cast`.
+
+    Raises `ValueError` if `x` is not 2-D.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"quantize takes a matrix, but x has shape {tuple(x.shape)}: flatten it to [tokens, features]")
+    if x.requires_grad:
+        x = x.detach()
+    if is_compiling():
+        count = stats is not None
+        codes, codes_t, scale, inverse, sums, counts = ops_quantize.quantize(
+            x, fmt.dtype, power_of_two, row, col, column_sum, unit, count
+        )
+        if stats is not None:
+            stats += counts
+        codes, codes_t, sums = codes if row else None, codes_t if col else None, sums if column_sum else None
+    else:
+        codes, codes_t, scale, inverse, sums = backend(x).quantize(
+            x, fmt, power_of_two=power_of_two, row=row, col=col, column_sum=column_sum, unit=unit, stats=stats
+        )
+    return (codes, codes_t, scale, sums, inverse) if return_inverse else (codes, codes_t, scale, sums)
+
+
+def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes, scale): `cast` of `x` with a power-of-two scale from its own largest value; codes of the shape of `x`, contiguous.
+
+    If a value is not finite, all codes are NaN and the scale is 1: what is stored keeps a finite scale. `fmt` is E4M3 or E5M2;
+    `stats` as in `cast`.
+    """
+    if x.requires_grad:
+        x = x.detach()
+    if is_compiling():
+        codes, scale, counts = ops_quantize.cast_current(x, fmt.dtype, stats is not None)
+        if stats is not None:
+            stats += counts
+        return codes, scale
+    return backend(x).cast_current(x, fmt, stats=stats)
+
+
+def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(scale · unit, or NaN where amax is not finite; its reciprocal), all FP32, 0-d; no `unit` is 1.
+
+    For operands cast by other means than `quantize`: what saturation hides of `amax` then shows in every product.
+    """
+    if is_compiling():
+        return ops_quantize.visible_scale(scale, amax, unit)
+    return backend(scale).visible_scale(scale, amax, unit)

@@ -1,0 +1,50 @@
+"""Current scaling: the scale of a tensor is that of its own largest value, and codes follow from both.
+
+Two kinds of result treat a value that is not finite, which a cast would hide by saturating it, in two ways. An operand of a GEMM gets
+the scale NaN, so that all that is computed from it is NaN. A stored tensor must keep a usable scale, and gets NaN codes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels.reference.cast import amax, cast, cast_transpose, scale_from_amax
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    power_of_two: bool = True,
+    row: bool = True,
+    col: bool = True,
+    column_sum: bool = False,
+    unit: Tensor | None = None,
+    stats: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """(codes, codes_t, scale, inverse, column_sum) of `x` [M, K]: `cast_transpose` with the scale of its own amax.
+
+    The scale returned is visible (see `visible_scale`), and inverse is its reciprocal; column_sum is FP32 [K], before the cast.
+    """
+    maximum = amax(x)
+    scale = scale_from_amax(maximum, fmt.max, power_of_two)
+    codes, codes_t = cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=stats)
+    visible, inverse = visible_scale(scale, maximum, unit)
+    return codes, codes_t, visible, inverse, x.sum(0, dtype=torch.float32) if column_sum else None
+
+
+def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes, scale): `cast` of `x`, of any shape, with the scale of its own amax; codes all NaN and scale 1 if a value is not finite."""
+    maximum = amax(x)
+    scale = scale_from_amax(maximum, fmt.max)
+    return cast(x, torch.where(maximum.isfinite(), scale, torch.nan), fmt.dtype, stats=stats), scale
+
+
+def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(scale · unit, or NaN where amax is not finite; its reciprocal), FP32, 0-d."""
+    visible = torch.where(amax.isfinite(), scale, torch.nan)
+    if unit is not None:
+        visible = visible * unit
+    return visible, visible.reciprocal()

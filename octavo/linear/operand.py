@@ -1,0 +1,193 @@
+"""Operands of FP8 GEMMs: a matrix cast once, row-major and transposed, with its scale; and a gradient as it is stored.
+
+The weight is cast once per optimizer step, not per micro-batch: its operand stays on the parameter (2 B an element) until the
+parameter changes. In a loop that does not accumulate gradients nobody would read it again, so there it goes as soon as the
+gradient is made, and weights, gradients and optimizer states are all that is resident when the optimizer steps. That of a frozen
+weight goes after its dgrad, and is cast again for the next micro-batch: a frozen base should cost its storage and no more. While
+`torch.compile` traces there is no such cache, and dgrad casts the weight again in backward: keeping one transposed copy of each
+layer alive between forward and backward would cost more memory than it saves time. A master that is E4M3 itself is never cast,
+and its transpose lives for one GEMM only.
+
+Non-finite values stay visible although every cast saturates: an operand that holds one gets the scale NaN, so that all that
+is computed from it is NaN, as an infinity in BF16 would become one layer later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from octavo import kernels
+from octavo.formats import E4M3, Format
+from octavo.scaling import DelayedScaling
+from octavo.tensor import ScaledTensor
+
+
+class Operand(NamedTuple):
+    """A matrix [M, K] as FP8 operands of two GEMMs; padded with zero codes to multiples of 16."""
+
+    codes: Tensor | None
+    """[Mp, Kp], row-major."""
+    codes_t: Tensor | None
+    """[Kp, Mp], row-major: the transpose."""
+    scale: Tensor
+    """FP32, 0-d; NaN if the matrix holds a value that is not finite."""
+    inverse: Tensor
+    """1 / scale, FP32, 0-d: what the tensor cores multiply by."""
+
+    def row(self) -> Tensor:
+        """The codes [Mp, Kp]; transposed back for this call if only `codes_t` is at hand."""
+        if self.codes is not None:
+            return self.codes
+        assert self.codes_t is not None
+        return kernels.transpose_codes(self.codes_t)
+
+    def col(self) -> Tensor:
+        """The codes [Kp, Mp]; transposed for this call if only `codes` is at hand."""
+        if self.codes_t is not None:
+            return self.codes_t
+        assert self.codes is not None
+        return kernels.transpose_codes(self.codes)
+
+
+def cast_operand(
+    x: Tensor,
+    fmt: Format,
+    *,
+    power_of_two: bool = True,
+    row: bool = True,
+    col: bool = True,
+    scaling: DelayedScaling | None = None,
+    record: bool = True,
+    unit: Tensor | None = None,
+    stats: Tensor | None = None,
+) -> Operand:
+    """Casts the matrix `x` [M, K] with a scale of its own, or with the one that `scaling` has from past maxima.
+
+    `record` lets `scaling` see the maximum of `x`. With `unit`, x stands for the real values x / unit. `stats` (int64 [3]) is increased
+    by the numbers of saturated, flushed and all elements.
+    """
+    return cast_and_sum(x, fmt, power_of_two, row, col, False, scaling, record, unit, stats)[0]
+
+
+def cast_and_sum(
+    x: Tensor,
+    fmt: Format,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    sum_columns: bool,
+    scaling: DelayedScaling | None,
+    record: bool,
+    unit: Tensor | None,
+    stats: Tensor | None,
+) -> tuple[Operand, Tensor | None]:
+    """`cast_operand`, and the sum of the columns of `x`, FP32 [K], if wanted."""
+    counts = None if stats is None else stats[:2]
+    if stats is not None:
+        stats[2] += x.numel()
+    if scaling is None:
+        codes, codes_t, scale, sums, inverse = kernels.quantize(
+            x,
+            fmt,
+            power_of_two=power_of_two,
+            row=row,
+            col=col,
+            column_sum=sum_columns,
+            unit=unit,
+            return_inverse=True,
+            stats=counts,
+        )
+        return Operand(codes, codes_t, scale, inverse), sums
+    scale = scaling.scale(x, fmt.max)
+    codes, codes_t, amax = kernels.cast_transpose_amax(x, scale, fmt.dtype, row=row, col=col, stats=counts)
+    if record:
+        scaling.record(amax)
+    operand = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, unit))
+    return operand, column_sum(x) if sum_columns else None
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """The sum of the rows of `x` [M, K], FP32 [K]."""
+    return x.sum(0, dtype=torch.float32)
+
+
+def weight_operand(
+    weight: Tensor,
+    fmt: Format,
+    *,
+    power_of_two: bool = True,
+    row: bool = True,
+    col: bool = True,
+    stats: Tensor | None = None,
+) -> Operand:
+    """The operand of a weight [N, K], plain or ScaledTensor, with the scale of its real values; cast only if it has changed.
+
+    A cached operand may hold more than was asked for. A change is seen by the version counters and the address: one made in place
+    through `.data` of a plain weight is not (see `drop_weight_cache`).
+    """
+    values, unit = _stored(weight)
+    if unit is not None and values.dtype == fmt.dtype:
+        return Operand(kernels.pad_codes(values), None, unit, unit.reciprocal())
+    cached, tag = None, None
+    if not is_compiling() and not weight.is_inference() and not values.is_inference():
+        tag = (weight._version, values._version, values.data_ptr(), fmt, power_of_two)
+        cast_tag, cached = getattr(weight, "_octavo_cast", (None, None))
+        if cached is None or cast_tag != tag:
+            cached = None
+        elif not (row and cached.codes is None or col and cached.codes_t is None):
+            return cached
+    if cached is not None:  # the other half of what was cast before
+        operand = Operand(cached.row(), cached.col(), cached.scale, cached.inverse)
+    else:
+        operand = cast_operand(values, fmt, power_of_two=power_of_two, row=row, col=col, unit=unit, stats=stats)
+    if tag is not None:
+        weight._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
+    return operand
+
+
+def _stored(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(values, scale): real weight = values / scale, or values if there is no scale.
+
+    The codes of a master are read as they lie; with power-of-two scales their cast has the bits of a cast of the real values.
+    """
+    if not isinstance(weight, ScaledTensor):
+        return weight.detach(), None
+    if weight.scale.dim() == 0 and weight.residual is None:
+        return weight.codes, weight.scale
+    return weight.detach().dequantize(), None
+
+
+def drop_weight_cache(params: Iterable[Tensor]) -> None:
+    """Forget the FP8 operands of these weights. Wanted after a change that their version counter does not see (`.data`)."""
+    for param in params:
+        param.__dict__.pop("_octavo_cast", None)
+
+
+def release_operand(weight: Tensor) -> None:
+    """Called in backward: free the FP8 operands of `weight`, unless another micro-batch will read them before it changes.
+
+    That is known once a gradient was found waiting: then the weight belongs to a loop that accumulates, now and in later steps.
+    A weight that never gets a gradient, frozen or computed from other parameters, is freed always.
+    """
+    if not (weight.requires_grad and weight.is_leaf):
+        return drop_weight_cache([weight])
+    accumulates = weight.grad is not None or getattr(weight, "_octavo_accumulates", False)
+    weight._octavo_accumulates = accumulates  # type: ignore[attr-defined]
+    if not accumulates:
+        drop_weight_cache([weight])
+
+
+def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = None) -> ScaledTensor:
+    """A gradient as E4M3 codes with a fresh power-of-two scale, ready to accumulate; all NaN if a value is not finite.
+
+    `dtype` is the logical dtype; `stats` as in `cast_operand`.
+    """
+    codes, scale = kernels.cast_current(grad, E4M3, stats=None if stats is None else stats[:2])
+    if stats is not None:
+        stats[2] += grad.numel()
+    return ScaledTensor(codes, scale, dtype, residual_on_add=True)
