@@ -8,6 +8,8 @@ of its floor can therefore exceed 100% by the noise of both measurements, and th
 from __future__ import annotations
 
 from octavo.plan.ceilings import Ceiling
+from octavo.plan.shapes import Setup
+from octavo.plan.speed import step_time
 
 
 def bytes_ms(gbytes: float, ceiling: Ceiling | None) -> float | None:
@@ -37,3 +39,28 @@ def linear_ms(tokens: int, inputs: int, outputs: int, ceiling: Ceiling | None) -
 def plain_linear_ms(tokens: int, inputs: int, outputs: int, ceiling: Ceiling | None) -> float | None:
     """A BF16 layer forward and backward: three GEMMs."""
     return None if ceiling is None else flops_ms(6e-9 * tokens * inputs * outputs, ceiling.bf16)
+
+
+def step_ms(setup: Setup, ceiling: Ceiling) -> dict[str, float]:
+    """A training step by kind: what `octavo plan` counts, with the element-wise work of an ideal implementation.
+
+    GEMMs, attention and the optimizer are as in `octavo.plan.speed`. Between the GEMMs of a block there is one pass for each of these, in
+    elements of d channels, A of the query heads, Q of queries, keys and values, U of the up projection, F of its activation; two
+    layouts of FP8 weigh as much as one element of BF16:
+
+        forward    residual add, norm and cast  2·(3·d + d)      rotation 2·Q      cast of attention's output 2·A      activation U + F
+        backward   norm and residual  2·(4·d), their casts 2·d   rotation and cast 2·Q                      activation F + 2·U
+    """
+    ms = {kind: 1e3 * seconds for kind, seconds in step_time(setup, ceiling).by_kind.items()}
+    m = setup.model
+    d, a, f = m.dim, m.attention_width, m.ffn_width
+    qkv, up = setup.linears["qkv"][1], setup.linears["up"][1]
+    forward = 8 * d + 2 * qkv + 2 * a + up + f
+    backward = 8 * d + 2 * d + 2 * qkv + f + 2 * up
+    again = 1 if m.recompute == "full" else 0
+    tokens = setup.tokens * setup.micro_batches
+    moved = tokens * m.n_layers * setup.itemsize * ((1 + again) * forward + backward)
+    ms["element-wise"] = 1e3 * moved / ceiling.copy
+    weights = setup.converted_parameters
+    ms["weight casts"] = 1e3 * (4 + 3 * setup.micro_batches) * weights / ceiling.copy
+    return {kind: value for kind, value in ms.items() if value}

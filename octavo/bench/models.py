@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.bench.floors import step_ms
 from octavo.bench.peers import small_optimizer, torchao_float8
 from octavo.bench.rows import Row
 from octavo.bench.run import SEED, Run
 from octavo.models import Transformer, TransformerConfig
 from octavo.optim import AdamW, clip_grad_norm_, release_gradients
 from octavo.plan.shapes import Setup
-from octavo.plan.speed import StepTime, step_time
 
 BOUND = 0.02
 BASELINE = "bf16"
@@ -70,12 +70,6 @@ class Workload:
             bound=BOUND,
         )
 
-    def floor(self, run: Run, compiled: bool) -> StepTime | None:
-        """Times by kind at the ceilings of this machine, in octavo's recipe."""
-        return (
-            None if run.ceiling is None else step_time(dataclasses.replace(self.setup, compiled=compiled), run.ceiling)
-        )
-
 
 def build_plain(run: Run, config: TransformerConfig) -> Transformer:
     """A model with BF16 parameters."""
@@ -119,7 +113,7 @@ def run_block(run: Run, work: Workload) -> None:
         for mode in _compiled_first(run.modes):
             row = work.row("block", variant, mode)
             if variant.startswith("octavo"):
-                row = with_floor(run, row, work.floor(run, mode == "compiled"), "optimizer")
+                row = with_floor(run, row, work, without="optimizer")
             run.add(row, lambda row: _time_block(run, row, work, build, expected), BASELINE)  # noqa: B023
 
 
@@ -128,11 +122,11 @@ def _compiled_first(modes: tuple[str, ...]) -> list[str]:
     return [mode for mode in ("compiled", "eager") if mode in modes]
 
 
-def with_floor(run: Run, row: Row, time: StepTime | None, without: str = "") -> Row:
+def with_floor(run: Run, row: Row, work: Workload, without: str = "") -> Row:
     """The row with its floor, which is said by kind."""
-    if time is None or not run.wants(row.variant):
+    if run.ceiling is None or not run.wants(row.variant):
         return row
-    kinds = {kind: 1e3 * seconds for kind, seconds in time.by_kind.items() if kind != without}
+    kinds = {kind: ms for kind, ms in step_ms(work.setup, run.ceiling).items() if kind != without}
     total = sum(kinds.values())
     parts = ", ".join(f"{kind} {ms:.4g}" for kind, ms in kinds.items())
     run.record.say(f"floor of {row.what}, micro-batch {row.micro_batch}: {parts}; together {total:.4g} ms")
@@ -177,7 +171,7 @@ def run_step(run: Run, works: list[Workload]) -> None:
             label = variant if released == "none" else f"{variant}, release {released}"
             row = work.row("step", label, mode)
             if variant == ours:
-                row = with_floor(run, row, work.floor(run, mode == "compiled"))
+                row = with_floor(run, row, work)
             run.add(row, lambda row: _time_step(run, row, work, build, released, expected), BASELINE)  # noqa: B023
 
 

@@ -1,0 +1,141 @@
+"""The kernels of octavo, each with inputs of one layer, the bytes that it has to move and how far it may be from its reference.
+
+N tokens, d channels, F feed-forward width. Results that are element-wise have to agree in every bit. Where a kernel takes a function
+that libdevice and PyTorch round differently (rsqrt, tanh, exp), or adds up a row in another order, a few codes differ by one step: the
+relative error of all is then under `CLOSE`. FP32 sums in another order are under `SUMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.bench.run import Run
+from octavo.formats import E4M3, E5M2, FP16
+from octavo.kernels.reference.adamw import Operands, UpdateFormats
+from octavo.kernels.reference.magnitudes import Values
+from octavo.models import TransformerConfig
+from octavo.models.layers import rotary_table
+
+BF16 = 2
+"""Bytes."""
+CLOSE = 0.01
+SUMS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel and its inputs."""
+
+    name: str
+    call: Callable[..., Any]
+    """call(module, *tensors), where `module` has the kernels or the references."""
+    tensors: tuple[Tensor, ...]
+    size: int
+    """Bytes that have to be read and written."""
+    shape: str
+    in_graph: bool = True
+    """Whether a CUDA graph can hold it: not what uploads a table of addresses."""
+    bound: float = 0.0
+    """Relative error to the reference; 0 where every bit has to be equal."""
+
+
+def cast_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
+    """Between BF16 and FP8."""
+    x = run.normal(tokens, config.dim)
+    scale = kernels.scale_from_amax(kernels.amax(x), E4M3.max)
+    n, shape = x.numel(), f"{tokens} × {config.dim}"
+    yield Case("amax", lambda k, x: k.amax(x), (x,), n * BF16, shape)
+    yield Case("cast, E4M3", lambda k, x, s: k.cast(x, s, E4M3.dtype), (x, scale), n * (BF16 + 1), shape)
+    yield Case(
+        "cast_transpose, E4M3", lambda k, x, s: k.cast_transpose(x, s, E4M3.dtype), (x, scale), n * (BF16 + 2), shape
+    )
+    yield Case(
+        "cast_transpose_amax, E5M2",
+        lambda k, x, s: k.cast_transpose_amax(x, s, E5M2.dtype),
+        (x, scale),
+        n * (BF16 + 2),
+        shape,
+    )
+    # With a scale from its own largest value x is read twice.
+    yield Case("quantize, E4M3", lambda k, x: k.quantize(x, E4M3), (x,), n * (2 * BF16 + 2), shape)
+    yield Case(
+        "quantize and column sum, E5M2",
+        lambda k, x: k.quantize(x, E5M2, column_sum=True),
+        (x,),
+        n * (2 * BF16 + 2),
+        shape,
+        bound=SUMS,
+    )
+    yield Case("cast_current, E4M3", lambda k, x: k.cast_current(x, E4M3), (x,), n * (2 * BF16 + 1), shape)
+    codes = kernels.cast(x, scale, E4M3.dtype)
+    yield Case("transpose_codes", lambda k, c: k.transpose_codes(c), (codes,), 2 * n, shape)
+    yield Case("uncast to BF16", lambda k, c, s: k.uncast(c, s, torch.bfloat16), (codes, scale), n * (1 + BF16), shape)
+    yield Case("cast_residual", lambda k, x, s: k.cast_residual(x, s), (x, scale), n * (BF16 + 2), shape)
+
+
+def model_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
+    """What stands between the linear layers of a block."""
+    heads = config.n_heads + 2 * config.kv_heads
+    length = min(tokens, config.max_seq_len)
+    qkv = run.normal(tokens // length, length, heads, config.head_dim)
+    cos, sin = rotary_table(length, config.head_dim, config.rope_theta, run.device, config.rope_scaling)
+    turned = config.n_heads + config.kv_heads
+    yield Case(
+        "rotary",
+        lambda k, x, c, s: k.rotary(x, c, s, turned),
+        (qkv, cos, sin),
+        2 * qkv.numel() * BF16,
+        f"{length} tokens, {heads} heads × {config.head_dim}",
+    )
+
+
+def optimizer_cases(run: Run, n: int) -> Iterator[Case]:
+    """The passes of the optimizer over one weight of n elements in the formats of O2."""
+    formats = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, exp_avg_block=128, sqrt_exp_avg_sq=True)
+    values = {
+        name: run.normal(n, std=std, seed=seed, dtype=torch.float32) for seed, (name, std) in enumerate(_STDS.items())
+    }
+    scales = {name: kernels.scale_from_amax(kernels.amax(x), _FORMATS[name].max) for name, x in values.items()}
+    m_scale = kernels.scale_from_amax(kernels.amax(values["exp_avg"], block=128), E4M3.max)
+    m = kernels.cast(values["exp_avg"], m_scale, E4M3.dtype, block=128)
+    p, g, v = (
+        kernels.cast(values[name].abs() if name == "exp_avg_sq" else values[name], scales[name], _FORMATS[name].dtype)
+        for name in ("param", "grad", "exp_avg_sq")
+    )
+    del values
+    one = torch.ones((), device=run.device)
+    columns, ok = kernels.adamw_scalars(
+        torch.tensor([5.0], device=run.device),
+        torch.stack([scales["param"], one, scales["exp_avg_sq"]])[None],
+        torch.stack([kernels.amax(codes) for codes in (p, m, v)])[None],
+        scales["grad"][None],
+        kernels.amax(g)[None],
+        lr=1e-4,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        maximize=False,
+        residual=False,
+        formats=formats,
+    )
+    scalars = torch.stack(columns, 1)
+    key = kernels.make_key(0, torch.tensor(5.0, device=run.device), 0, run.device)[None]
+    amaxes = torch.zeros(1, 3, device=run.device)
+    moved = n * (2 * 2 + 1 + 2 * 1 + 2 * 2) + 2 * m_scale.nbytes
+
+    def adamw(k: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, amaxes: Tensor) -> None:
+        k.adamw([Operands(p, g, None, m, v, m_scale, None, 0)], scalars, key, ok.all(), amaxes, formats)
+
+    shape = f"{n / 1e6:.4g}M elements"
+    yield Case("magnitudes, E4M3", lambda k, g: k.magnitudes([Values(g)]), (g,), n, shape, in_graph=False, bound=1e-12)
+    yield Case("adamw, O2", adamw, (p, g, m, v, m_scale, amaxes), moved, shape, in_graph=False)
+
+
+_STDS = {"param": 0.02, "grad": 1e-3, "exp_avg": 1e-4, "exp_avg_sq": 1e-3}
+_FORMATS = {"param": FP16, "grad": E4M3, "exp_avg": E4M3, "exp_avg_sq": FP16}
