@@ -22,6 +22,7 @@ from octavo.bench.run import Run, relative_error
 from octavo.bench.timing import IN_GRAPH, captured
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import reference
+from octavo.kernels.dispatch import backend
 from octavo.models import TransformerConfig
 from octavo.plan.shapes import Setup
 
@@ -41,9 +42,10 @@ def run_kernels(run: Run, config: TransformerConfig, tokens: int, optimizer_para
 
 def _time(run: Run, case: Case, row: Row) -> Row:
     row = dataclasses.replace(row, error=_check(case))
+    module = backend(case.tensors[0])
 
     def function() -> Any:
-        return case.call(kernels, *case.tensors)
+        return case.call(module, *case.tensors)
 
     eager = run.time(function)
     if not (run.is_cuda and case.in_graph):
@@ -55,7 +57,7 @@ def _time(run: Run, case: Case, row: Row) -> Row:
 def _check(case: Case) -> float:
     """Largest relative error of all results, changed arguments included, to those of the reference."""
     results = []
-    for module in (kernels, reference):
+    for module in (backend(case.tensors[0]), reference):
         copies = tuple(tensor.clone() for tensor in case.tensors)
         results.append([*_flat(case.call(module, *copies)), *copies])
     return relative_error(*results)
