@@ -44,18 +44,22 @@ def measure_ceiling(device: torch.device, repeats: int) -> Ceiling:
         kernels.cast(value, scale, dtype)
         for value, dtype in ((a, torch.float8_e4m3fn), (b, torch.float8_e4m3fn), (a, torch.float8_e5m2))
     )
-    fp8_forward, fp8_backward = (
-        flops / seconds(lambda: kernels.scaled_mm_nt(left, e4m3_b, scale, scale, torch.bfloat16, fast_accum=fast))  # noqa: B023
-        for left, fast in ((e4m3, True), (e5m2, False))
-    )
+
+    def fp8(left: torch.Tensor, fast: bool) -> float:
+        return flops / seconds(
+            lambda: kernels.scaled_mm_nt(
+                left, e4m3_b, scale, scale, torch.bfloat16, fast_accum=fast, inverse_scales=True
+            )
+        )
+
     forward, backward = _attention(device, repeats)
     properties = torch.cuda.get_device_properties(device) if kind == "cuda" else None
     return Ceiling(
         name="CPU" if properties is None else properties.name,
         memory=0 if properties is None else properties.total_memory,
         bf16=bf16,
-        fp8_forward=fp8_forward,
-        fp8_backward=fp8_backward,
+        fp8_forward=fp8(e4m3, fast=True),
+        fp8_backward=fp8(e5m2, fast=False),
         attention_forward=forward,
         attention_backward=backward,
         copy=copy,

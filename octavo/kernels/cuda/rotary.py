@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.cuda.launch import on_device
+from octavo.kernels.cuda.launch import Launcher
 
 HEADS = 32
 """Heads of a program at most: 4,096 elements at 128 channels a head, 32 a thread."""
@@ -64,6 +64,9 @@ def _rotary_kernel(
     tl.store(out_ptr + index + HALF, tl.where(turned, (b * cos + a * sin).to(first.dtype), second), mask=valid)
 
 
+_launch_rotary = Launcher(_rotary_kernel, num_warps=4, enable_fp_fusion=False)
+
+
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, backward: bool = False) -> Tensor:
     """See `octavo.kernels.rotary`."""
     if qkv.stride(-1) != 1:
@@ -72,25 +75,12 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, backward: bool 
     out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if out.numel() == 0:
         return out
-    in_program = min(HEADS, triton.next_power_of_2(total))
+    half, in_program = channels // 2, min(HEADS, triton.next_power_of_2(total))
     tiles = triton.cdiv(total, in_program)
-    with on_device(qkv):
-        _rotary_kernel[(batch * tokens * tiles,)](
-            qkv,
-            cos.contiguous(),
-            sin.contiguous(),
-            out,
-            tokens,
-            tiles,
-            total,
-            heads,
-            *qkv.stride()[:3],
-            BATCHED=cos.dim() == 3,
-            BACKWARD=backward,
-            HALF=channels // 2,
-            PAIRS=triton.next_power_of_2(channels // 2),
-            HEADS=in_program,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    _launch_rotary(
+        batch * tokens * tiles,
+        (qkv, cos.contiguous(), sin.contiguous(), out),
+        *(tokens, tiles, total, heads, *qkv.stride()[:3]),
+        *(cos.dim() == 3, backward, half, triton.next_power_of_2(half), in_program),
+    )
     return out
