@@ -70,7 +70,7 @@ def measure_ceiling(device: torch.device, repeats: int) -> Ceiling:
 
 def _copy(device: torch.device, repeats: int) -> float:
     """Bytes a second, those read and those written."""
-    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    source = torch.randint(256, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2e3 * source.numel() / measure(lambda: target.copy_(source), device, repeats).ms
 

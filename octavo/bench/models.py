@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.bench.floors import step_ms
 from octavo.bench.peers import small_optimizer, torchao_float8
+from octavo.bench.profile import profile
 from octavo.bench.rows import Row
 from octavo.bench.run import SEED, Run
 from octavo.models import Transformer, TransformerConfig
@@ -147,9 +148,20 @@ def _time_block(
         loss.backward()
         return loss.detach()
 
+    return _measure(run, row, function, expected)
+
+
+def _measure(run: Run, row: Row, function: Callable[[], Tensor], expected: float) -> Row:
+    """The row with time, peak and error of `function`, which returns the loss; where its time goes is said, if floors are wanted."""
     error = abs(function().item() / expected - 1)
+    function()
     run.forget_peak()
-    return dataclasses.replace(row.timed(run.time(function)), error=error, peak_gib=run.peak_gib())
+    row = dataclasses.replace(row.timed(run.time(function)), error=error, peak_gib=run.peak_gib())
+    if run.ceiling is not None and run.is_cuda:
+        kinds = profile(function)
+        parts = ", ".join(f"{kind} {ms:.4g}" for kind, ms in kinds.items())
+        run.record.say(f"kernels of {row.variant}, {row.mode}: {parts}; together {sum(kinds.values()):.4g} ms")
+    return row
 
 
 # --- step
@@ -221,7 +233,4 @@ def _time_step(
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    error = abs(function().item() / expected - 1)
-    function()
-    run.forget_peak()
-    return dataclasses.replace(row.timed(run.time(function)), error=error, peak_gib=run.peak_gib())
+    return _measure(run, row, function, expected)

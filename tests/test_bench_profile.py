@@ -1,0 +1,39 @@
+"""Kernels are told apart by name."""
+
+import pytest
+import torch
+
+from octavo.bench.profile import by_kind, kind_of, profile
+
+
+@pytest.mark.parametrize(
+    "name,kind",
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("nvjet_qqtst_128x256_128x5_1x2_h_bz_coopA_NNT", "FP8 GEMMs"),
+        ("sm90_xmma_gemm_e5m2bf16_e4m3f32_f32_tn_n_tilesize128x128x128", "FP8 GEMMs"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "BF16 GEMMs"),
+        ("_adamw", "optimizer"),
+        ("_quantize_kernel", "octavo's casts, norms, activations"),
+        ("_rotary_kernel", "octavo's casts, norms, activations"),
+        ("triton_poi_fused_add_mul_3", "other"),
+    ],
+)
+def test_kinds(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_sums():
+    assert by_kind([("_adamw", 1.0), ("fill", 2.0), ("_adamw", 3.0)]) == {"optimizer": 4.0, "other": 2.0}
+
+
+@pytest.mark.gpu
+def test_the_sum_is_the_time_of_a_call_that_keeps_the_gpu_busy():
+    from octavo.bench.timing import measure
+
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    timing = measure(lambda: x @ x, torch.device("cuda"), repeats=10)
+    found = profile(lambda: x @ x)
+    assert list(found) == ["BF16 GEMMs"]
+    assert found["BF16 GEMMs"] == pytest.approx(timing.ms, rel=0.2)
