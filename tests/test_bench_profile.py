@@ -15,8 +15,9 @@ from octavo.bench.profile import by_kind, kind_of, profile
         ("sm90_xmma_gemm_e5m2bf16_e4m3f32_f32_tn_n_tilesize128x128x128", "FP8 GEMMs"),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "BF16 GEMMs"),
         ("_adamw", "optimizer"),
-        ("_quantize_kernel", "octavo's casts, norms, activations"),
-        ("_rotary_kernel", "octavo's casts, norms, activations"),
+        ("_quantize_kernel", "octavo's other kernels"),
+        ("_rotary_kernel", "octavo's other kernels"),
+        ("void at::native::vectorized_layer_norm_kernel<float>", "other"),
         ("triton_poi_fused_add_mul_3", "other"),
     ],
 )
