@@ -81,17 +81,91 @@ def cast_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Cas
 
 def model_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
     """What stands between the linear layers of a block."""
-    heads = config.n_heads + 2 * config.kv_heads
+    yield _rotary_case(run, config, tokens)
+    yield from norm_cases(run, config, tokens)
+    yield from activation_cases(run, config, tokens)
+
+
+def _rotary_case(run: Run, config: TransformerConfig, tokens: int) -> Case:
+    heads, turned = config.n_heads + 2 * config.kv_heads, config.n_heads + config.kv_heads
     length = min(tokens, config.max_seq_len)
     qkv = run.normal(tokens // length, length, heads, config.head_dim)
     cos, sin = rotary_table(length, config.head_dim, config.rope_theta, run.device, config.rope_scaling)
-    turned = config.n_heads + config.kv_heads
-    yield Case(
+    return Case(
         "rotary",
         lambda k, x, c, s: k.rotary(x, c, s, turned),
         (qkv, cos, sin),
         2 * qkv.numel() * BF16,
         f"{length} tokens, {heads} heads × {config.head_dim}",
+    )
+
+
+def norm_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
+    """The norm of the dialect into FP8, and its backward with the gradient of the residual stream."""
+    centered, eps = config.dialect == "gpt", config.norm_eps
+    x, dy, residual = (run.normal(tokens, config.dim, seed=seed) for seed in range(3))
+    weight = 1 + run.normal(config.dim, std=0.1, seed=3, dtype=torch.float32)
+    bias = run.normal(config.dim, std=0.1, seed=4, dtype=torch.float32) if centered else None
+    mean, rstd, amax = kernels.norm_stats(x, weight, bias, eps, centered=centered)
+    scale = kernels.scale_from_amax(amax, E4M3.max)
+    n, shape = x.numel(), f"{'LayerNorm' if centered else 'RMSNorm'}, {tokens} × {config.dim}"
+    yield Case(
+        "norm_stats",
+        lambda k, x, w: k.norm_stats(x, w, bias, eps, centered=centered),
+        (x, weight),
+        n * BF16,
+        shape,
+        bound=CLOSE,
+    )
+    yield Case(
+        "norm_cast, E4M3",
+        lambda k, x, w, r, s: k.norm_cast(x, w, bias, mean, r, s, E4M3.dtype),
+        (x, weight, rstd, scale),
+        n * (BF16 + 2),
+        shape,
+    )
+    yield Case(
+        "norm_backward",
+        lambda k, dy, x, w, r, g: k.norm_backward(dy, x, w, mean, r, g),
+        (dy, x, weight, rstd, residual),
+        4 * n * BF16,
+        shape,
+        bound=CLOSE,
+    )
+
+
+def activation_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
+    """The activation of the dialect into FP8, forward and backward; a scale of its own takes the pass for the maximum, too."""
+    kind = "gelu" if config.dialect == "gpt" else "swiglu"
+    width = config.ffn_width * (1 if kind == "gelu" else 2)
+    h, da = run.normal(tokens, width), run.normal(tokens, config.ffn_width, seed=1)
+    scale = kernels.scale_from_amax(kernels.activation_amax(h, kind), E4M3.max)
+    grad_scale = kernels.scale_from_amax(kernels.activation_backward_amax(da, h, kind), E5M2.max)
+    read, both, shape = h.numel() * BF16, (h.numel() + da.numel()) * BF16, f"{kind}, {tokens} × {config.ffn_width}"
+    yield Case("activation_amax", lambda k, h: k.activation_amax(h, kind), (h,), read, shape, bound=CLOSE)
+    yield Case(
+        "activation_cast, E4M3",
+        lambda k, h, s: k.activation_cast(h, kind, s, E4M3.dtype),
+        (h, scale),
+        read + 2 * da.numel(),
+        shape,
+        bound=CLOSE,
+    )
+    yield Case(
+        "activation_backward_amax",
+        lambda k, da, h: k.activation_backward_amax(da, h, kind),
+        (da, h),
+        both,
+        shape,
+        bound=CLOSE,
+    )
+    yield Case(
+        "activation_backward_cast, E5M2",
+        lambda k, da, h, s: k.activation_backward_cast(da, h, kind, s, E5M2.dtype),
+        (da, h, grad_scale),
+        both + 2 * h.numel(),
+        shape,
+        bound=CLOSE,
     )
 
 
