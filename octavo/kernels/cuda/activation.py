@@ -1,0 +1,147 @@
+"""GELU and SwiGLU with their cast to FP8, and their gradients, in Triton; see `octavo.kernels.reference.activation`.
+
+Apart, an activation function writes a in BF16 and the cast reads that twice; the gradient likewise. Here a and dh exist as codes only.
+Bytes an element of a in BF16, both operands wanted, and the time of 16,384 × 16,384 at 4.2 TB/s:
+
+                              gelu                              swiglu
+    activation_amax           h: 2             128 µs           h: 4                256 µs
+    activation_cast           h, codes: 4      256 µs           h, codes: 6         383 µs
+    activation_backward_amax  da, h: 4         256 µs           da, h: 6            383 µs
+    activation_backward_cast  da, h, codes: 6  383 µs           da, h, codes: 10    639 µs
+
+(PyTorch's function and `cast_transpose` move 8 and 10 bytes in the first two rows together.) Backward reads h and not the codes of a: their
+inverse is not unique, GELU being no monotonic function. The bias gradient comes in the same pass, as the sums of each tile's columns in
+FP32, 1/32 byte an element, which a second step adds in a fixed order: the same bits in every run, at most (log₂ 128 + M / 128) · 2^-24
+of the column's Σ |dh| from exact.
+
+Tiles of 128 × 64 and four warps: four of them on a multiprocessor are in as many phases of load, compute and store.
+Matrices of one row or one column take the reference (see `octavo.kernels.cuda.transpose`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels import reference
+from octavo.kernels.cuda.activation_kernels import amax_kernel, cast_kernel
+from octavo.kernels.cuda.launch import Launcher
+from octavo.kernels.reference import ALIGN
+from octavo.kernels.reference.activation import GATED
+
+TILE_M, TILE_K = 128, 64
+REPEAT = 4
+"""Rows of a tile that a thread holds: it has 16 columns, and 128 threads have a tile."""
+AMAX_TILE_M, AMAX_TILE_K = 16, 256
+MIN_PROGRAMS, MAX_ROUNDS = 1024, 16
+
+_launch_amax = Launcher(amax_kernel, num_warps=8, enable_fp_fusion=False)
+_launch_cast = Launcher(cast_kernel, num_warps=4, enable_fp_fusion=False)
+
+
+def activation_amax(h: Tensor, kind: str) -> Tensor:
+    """See `octavo.kernels.activation_amax`."""
+    if 1 in _size(h, GATED[kind]):
+        return reference.activation_amax(h, kind)
+    return _amax(h, None, GATED[kind])
+
+
+def activation_backward_amax(da: Tensor, h: Tensor, kind: str) -> Tensor:
+    """See `octavo.kernels.activation_backward_amax`."""
+    if 1 in da.shape:
+        return reference.activation_backward_amax(da, h, kind)
+    return _amax(h, da, GATED[kind])
+
+
+def activation_cast(
+    h: Tensor,
+    kind: str,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    row: bool = True,
+    col: bool = True,
+    stats: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """See `octavo.kernels.activation_cast`."""
+    if 1 in _size(h, GATED[kind]):
+        return reference.activation_cast(h, kind, scale, dtype, row=row, col=col, stats=stats)
+    codes, codes_t, amax, _ = _cast(h, None, GATED[kind], scale, dtype, row, col, False, stats)
+    return codes, codes_t, amax
+
+
+def activation_backward_cast(
+    da: Tensor,
+    h: Tensor,
+    kind: str,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    row: bool = True,
+    col: bool = True,
+    bias_sum: bool = False,
+    stats: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """See `octavo.kernels.activation_backward_cast`."""
+    if 1 in da.shape:
+        return reference.activation_backward_cast(
+            da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, stats=stats
+        )
+    return _cast(h, da, GATED[kind], scale, dtype, row, col, bias_sum, stats)
+
+
+def _amax(h: Tensor, da: Tensor | None, gated: bool) -> Tensor:
+    h, (m, width) = _rows(h), _size(h, gated)
+    da = None if da is None else _rows(da)
+    tiles_k = triton.cdiv(width, AMAX_TILE_K)
+    # Few programs, for each ends in an atomic on the same address; but enough to fill the device.
+    rounds = min(triton.next_power_of_2(m * tiles_k // (AMAX_TILE_M * MIN_PROGRAMS) + 1), MAX_ROUNDS)
+    whole = m % (rounds * AMAX_TILE_M) == 0 and width % AMAX_TILE_K == 0
+    amax = torch.zeros((), dtype=torch.float32, device=h.device)
+    _launch_amax(
+        triton.cdiv(m, rounds * AMAX_TILE_M) * tiles_k, (h, da, amax.view(torch.int32)),
+        m, width, h.stride(0), 0 if da is None else da.stride(0), tiles_k,
+        gated, whole, rounds, AMAX_TILE_M, AMAX_TILE_K,
+    )  # fmt: skip
+    return amax
+
+
+def _cast(
+    h: Tensor,
+    da: Tensor | None,
+    gated: bool,
+    scale: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    bias_sum: bool,
+    stats: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    h, (m, width) = _rows(h), _size(h, gated)
+    da = None if da is None else _rows(da)
+    columns = width if da is None else h.shape[1]
+    m_padded, k_padded = -(-m // ALIGN) * ALIGN, -(-columns // ALIGN) * ALIGN
+    tiles_m, tiles_k = triton.cdiv(m_padded, TILE_M), triton.cdiv(width + k_padded - columns, TILE_K)
+    codes = torch.empty((m_padded, k_padded), dtype=dtype, device=h.device) if row else None
+    codes_t = torch.empty((k_padded, m_padded), dtype=dtype, device=h.device) if col else None
+    sums = torch.empty((tiles_m, k_padded), dtype=torch.float32, device=h.device) if bias_sum else None
+    amax = torch.zeros((), dtype=torch.float32, device=h.device)
+    fmt = Format.of(dtype)
+    _launch_cast(
+        tiles_m * tiles_k, (h, da, scale, codes, codes_t, stats, sums, amax.view(torch.int32)),
+        m, width, h.stride(0), 0 if da is None else da.stride(0), m_padded, k_padded, tiles_k,
+        fmt.max, fmt.mantissa_bits, gated, m % TILE_M == 0 and width % TILE_K == 0, REPEAT, TILE_M, TILE_K,
+    )  # fmt: skip
+    return codes, codes_t, amax, None if sums is None else sums[:, :columns].sum(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` or a copy, in rows of neighbouring elements."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _size(h: Tensor, gated: bool) -> tuple[int, int]:
+    """The shape [M, F] of a."""
+    return h.shape[0], h.shape[1] // 2 if gated else h.shape[1]

@@ -1,0 +1,291 @@
+"""The arithmetic and the Triton kernels of `octavo.kernels.cuda.activation`, which says what they move and what they cost.
+
+At 4.2 TB/s an H200 has 7 slots for an instruction of a lane for each byte that it moves: 28 for an element of GELU, and half of them
+in the unit for integers, comparisons and conversions. What follows is written for few instructions:
+
+- σ(z) as the square of a reciprocal root, one instruction and a product; a division takes eight. 2^z is one instruction.
+- BF16 is rounded two at a time: Triton converts one by one, in the unit that exponentials and roots share, an eighth as wide.
+- A tile that lies inside the matrix (`WHOLE`) has no masks.
+- The transpose moves words of codes through shared memory, not bytes, and codes, not what they are computed from.
+
+σ, and with it everything else, is exact to FP32 rounding: |a − reference| ≤ 2^-20·|a|·(1 + |z|/8) or 2^-119, and likewise the gradients.
+Products are rounded apart and sums fused by `tl.fma` alone, never by the compiler, so all kernels have the same values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.cuda.numerics import flushed_count, magnitude_bits, saturate, saturated_count
+from octavo.kernels.cuda.transpose import as_fp8
+from octavo.kernels.reference.activation import CUBIC, SLOPE
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+EXPONENT = tl.constexpr(-SLOPE * math.log2(math.e))
+EXPONENT_CUBIC = tl.constexpr(-SLOPE * CUBIC * math.log2(math.e))
+TWICE_U = tl.constexpr(SLOPE)
+TWICE_U_CUBIC = tl.constexpr(3 * SLOPE * CUBIC)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _sigmoid(z):
+    """1 / (1 + 2^z), FP32."""
+    root = tl.rsqrt(1.0 + tl.exp2(z))
+    return root * root
+
+
+@triton.jit
+def _activate(x, up, GATED: tl.constexpr):
+    """x·σ(2u), or x·σ(x)·up; FP32."""
+    if GATED:
+        a = x * _sigmoid(x * -LOG2_E) * up
+    else:
+        a = x * _sigmoid(x * tl.fma(x * x, EXPONENT_CUBIC, EXPONENT))
+    return a
+
+
+@triton.jit
+def _gradients(grad, x, up, GATED: tl.constexpr):
+    """The gradients for x and up, FP32; the second is of no use unless GATED."""
+    if GATED:
+        s = _sigmoid(x * -LOG2_E)
+        silu = x * s
+        dx = grad * up * tl.fma(silu, 1.0 - s, s)
+        up = grad * silu
+    else:
+        square = x * x
+        s = _sigmoid(x * tl.fma(square, EXPONENT_CUBIC, EXPONENT))
+        dx = grad * tl.fma(x * tl.fma(-s, s, s), tl.fma(square, TWICE_U_CUBIC, TWICE_U), s)
+    return dx, up
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """FP32 `x` rounded to DTYPE, as FP32."""
+    if DTYPE == tl.bfloat16 and not INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xFFFF0000; }",
+            "=r,=r,r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        x = x.to(DTYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _load(ptr, inside, WHOLE: tl.constexpr):
+    """Values as FP32; 0, of which everything else is 0, where they are not `inside`."""
+    if WHOLE:
+        x = tl.load(ptr)
+    else:
+        x = tl.load(ptr, mask=inside, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _larger(a, b):
+    """max(a, b) of integers."""
+    return tl.where(a > b, a, b)
+
+
+@triton.jit
+def _flat_max(bits):
+    """The largest of a tile of integers."""
+    return tl.max(tl.reshape(bits, [bits.shape[0] * bits.shape[1]]), 0)
+
+
+@triton.jit(do_not_specialize=["tiles_k"])
+def amax_kernel(
+    h_ptr,
+    da_ptr,
+    amax_ptr,
+    m_size,
+    width,
+    h_stride,
+    da_stride,
+    tiles_k,
+    GATED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """amax = max |a| or, given da, max |dh|; ROUNDS tiles, one below the other, to a program.
+
+    h [m_size, width or 2·width], da [m_size, width] or None, rows h_stride and da_stride apart: any float; amax [1]: FP32 bits as int32,
+    zero before.
+    """
+    program = tl.program_id(0)
+    m = (program // tiles_k).to(tl.int64) * (ROUNDS * TILE_M) + tl.arange(0, TILE_M)
+    k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
+    largest = tl.zeros([TILE_M, TILE_K], tl.int32)
+    decided = False
+    if da_ptr is None and not GATED and DTYPE != tl.float32:
+        # GELU rises where x is positive, by more from one value of 16 bits to the next than it is inexact, and stays within 0.171
+        # elsewhere: where one x is beyond 0.5, the largest decides, and no other needs its exponential, for which there is no time.
+        # Not so where one is NaN, infinite, or -inf, whose GELU is NaN. (The bits of positive x are ordered as x, negative ones below.)
+        highest = largest
+        for turn in range(ROUNDS):
+            row = m + turn * TILE_M
+            inside = (row < m_size)[:, None] & (k < width)[None, :]
+            x = _load(h_ptr + (row * h_stride)[:, None] + k[None, :], inside, WHOLE)
+            largest = _larger(magnitude_bits(x), largest)
+            highest = _larger(x.to(tl.int32, bitcast=True), highest)
+        top = _flat_max(highest).to(tl.float32, bitcast=True)
+        decided = (top > 0.5) & (_flat_max(largest) < 0x7F800000)
+        if decided:
+            tl.atomic_max(amax_ptr, magnitude_bits(_activate(top, top, False).to(DTYPE)))
+        largest = tl.zeros([TILE_M, TILE_K], tl.int32)
+    if not decided:
+        for turn in range(ROUNDS):
+            row = m + turn * TILE_M
+            inside = (row < m_size)[:, None] & (k < width)[None, :]
+            at = (row * h_stride)[:, None] + k[None, :]
+            x = _load(h_ptr + at, inside, WHOLE)
+            up = x
+            if GATED:
+                up = _load(h_ptr + at + width, inside, WHOLE)
+            if da_ptr is not None:
+                grad = _load(da_ptr + (row * da_stride)[:, None] + k[None, :], inside, WHOLE)
+                x, up = _gradients(grad, x, up, GATED)
+                if GATED:
+                    largest = _larger(magnitude_bits(up), largest)
+            else:
+                x = _activate(x, up, GATED)
+            largest = _larger(magnitude_bits(x), largest)
+        # (Rounding keeps the order, so it can come last.)
+        tl.atomic_max(amax_ptr, magnitude_bits(_flat_max(largest).to(tl.float32, bitcast=True).to(DTYPE)))
+
+
+@triton.jit
+def _store(
+    x,
+    inside,
+    tile,
+    m,
+    k,
+    limit,
+    scale_ptr,
+    codes_ptr,
+    codes_t_ptr,
+    stats_ptr,
+    sums_ptr,
+    m_padded,
+    k_padded,
+    MAX: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REPEAT: tl.constexpr,
+):
+    """Cast and count `x` (FP32), of rows `m` and columns `k`; store its codes, transpose and column sums where `k` < `limit`."""
+    TILE_M: tl.constexpr = x.shape[0]
+    TILE_K: tl.constexpr = x.shape[1]
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tile * k_padded + k, tl.sum(x, 0), mask=k < limit)
+    y = x * tl.load(scale_ptr)
+    if not WHOLE:  # The padding is not multiplied: a NaN scale must not reach it.
+        y = tl.where(inside, y, 0.0)
+    if stats_ptr is not None:
+        tl.atomic_add(stats_ptr, tl.sum(tl.sum(saturated_count(y, MAX), 1), 0).to(tl.int64))
+    if INTERPRETED:  # The device's conversion saturates by itself.
+        y = saturate(y, MAX)
+    codes = as_fp8(y, MANTISSA_BITS)
+    if stats_ptr is not None:
+        tl.atomic_add(stats_ptr + 1, tl.sum(tl.sum(flushed_count(x, codes), 1), 0).to(tl.int64))
+    codes = codes.to(tl.uint8, bitcast=True)
+    if codes_ptr is not None:
+        at = codes_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + (m * k_padded)[:, None] + k[None, :]
+        if WHOLE:
+            tl.store(at, codes)
+        else:
+            tl.store(at, codes, mask=(m < m_padded)[:, None] & (k < limit)[None, :])
+    if codes_t_ptr is not None:
+        # Widened and narrowed, which leaves no trace in the machine's code: to Triton a value that is widened is the best to move to
+        # another layout, and it would find that in `x` or before, move more bytes and compute all that follows in both layouts.
+        codes = (codes.to(tl.uint16) & 0xFF).to(tl.uint8)
+        codes = tl.permute(tl.reshape(codes, [REPEAT, TILE_M // REPEAT, TILE_K]), [2, 1, 0])
+        codes = tl.reshape(codes, [TILE_K, TILE_M])
+        m = tile * TILE_M + tl.arange(0, TILE_M)
+        at = codes_t_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + (k * m_padded)[:, None] + m[None, :]
+        if WHOLE:
+            tl.store(at, codes)
+        else:
+            tl.store(at, codes, mask=(k < limit)[:, None] & (m < m_padded)[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles_k"])
+def cast_kernel(
+    h_ptr,
+    da_ptr,
+    scale_ptr,
+    codes_ptr,
+    codes_t_ptr,
+    stats_ptr,
+    sums_ptr,
+    amax_ptr,
+    m_size,
+    width,
+    h_stride,
+    da_stride,
+    m_padded,
+    k_padded,
+    tiles_k,
+    MAX: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    GATED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REPEAT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """codes = saturate(round(y * scale)), codes_t = codesᵀ, amax = max |y|, sums = Σ y over rows, of y = a or, given da, y = dh.
+
+    h [m_size, width or 2·width], da [m_size, width] or None, rows h_stride and da_stride apart: any float; scale [1]: FP32; codes
+    [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8; stats [2]: int64; sums [tiles, k_padded]: FP32, of each tile; amax [1]: FP32
+    bits as int32, zero before. Results that are not wanted are None. Zero codes in the padding.
+    """
+    program = tl.program_id(0)
+    tile = (program // tiles_k).to(tl.int64)
+    # A thread holds every (TILE_M / REPEAT)th row of those loaded. They are made neighbours in the matrix, so that its codes of a column
+    # are a word of the transpose, which would go through shared memory byte by byte otherwise.
+    index = tl.arange(0, TILE_M)
+    m = tile * TILE_M + index % (TILE_M // REPEAT) * REPEAT + index // (TILE_M // REPEAT)
+    k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+    inside = (m < m_size)[:, None] & (k < width)[None, :]
+    at = (m * h_stride)[:, None] + k[None, :]
+    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
+    x = _load(h_ptr + at, inside, WHOLE)
+    up = x
+    if GATED:
+        up = _load(h_ptr + at + width, inside, WHOLE)
+    if da_ptr is None:
+        x = _rounded(_activate(x, up, GATED), DTYPE)
+    else:
+        grad = _load(da_ptr + (m * da_stride)[:, None] + k[None, :], inside, WHOLE)
+        x, up = _gradients(grad, x, up, GATED)
+        x = _rounded(x, DTYPE)
+    largest = magnitude_bits(x)
+    limit = k_padded
+    if GATED and da_ptr is not None:
+        up = _rounded(up, DTYPE)
+        largest = _larger(magnitude_bits(up), largest)
+        limit = width
+    tl.atomic_max(amax_ptr, _flat_max(largest))
+    _store(
+        x, inside, tile, m, k, limit, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
+        m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
+    )  # fmt: skip
+    if GATED and da_ptr is not None:  # The second half ends in the padding.
+        _store(
+            up, inside, tile, m, k + width, k_padded, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
+            m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
+        )  # fmt: skip

@@ -1,0 +1,90 @@
+"""The kernels of `octavo.kernels.activation` as opaque operators `octavo::*`, by the rules of `octavo.kernels.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kernels.dispatch import backend
+from octavo.kernels.ops import _new_stats, _padded
+from octavo.kernels.reference.activation import GATED
+
+
+def _empty_if_none(x, like, dtype):
+    return like.new_empty(0, dtype=dtype) if x is None else x
+
+
+def _fake_operands(like, columns, dtype, row, col):
+    m, k = _padded(like.shape[0]), _padded(columns)
+    return like.new_empty((m, k) if row else 0, dtype=dtype), like.new_empty((k, m) if col else 0, dtype=dtype)
+
+
+@torch.library.custom_op("octavo::activation_amax", mutates_args=(), schema="(Tensor h, str kind) -> Tensor")
+def activation_amax(h, kind):
+    return backend(h).activation_amax(h, kind)
+
+
+@activation_amax.register_fake
+def _(h, kind):
+    return h.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "octavo::activation_cast",
+    mutates_args=(),
+    schema="(Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool count)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def activation_cast(h, kind, scale, dtype, row, col, count):
+    stats = _new_stats(h, count)
+    codes, codes_t, amax = backend(h).activation_cast(
+        h, kind, scale, dtype, row=row, col=col, stats=stats if count else None
+    )
+    return _empty_if_none(codes, h, dtype), _empty_if_none(codes_t, h, dtype), amax, stats
+
+
+@activation_cast.register_fake
+def _(h, kind, scale, dtype, row, col, count):
+    columns = h.shape[1] // 2 if GATED[kind] else h.shape[1]
+    return *_fake_operands(h, columns, dtype, row, col), h.new_empty((), dtype=torch.float32), _new_stats(h, count)
+
+
+@torch.library.custom_op(
+    "octavo::activation_backward_amax", mutates_args=(), schema="(Tensor da, Tensor h, str kind) -> Tensor"
+)
+def activation_backward_amax(da, h, kind):
+    return backend(h).activation_backward_amax(da, h, kind)
+
+
+@activation_backward_amax.register_fake
+def _(da, h, kind):
+    return h.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "octavo::activation_backward_cast",
+    mutates_args=(),
+    schema="(Tensor da, Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool bias_sum, bool count)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, count):
+    stats = _new_stats(h, count)
+    codes, codes_t, amax, column_sum = backend(h).activation_backward_cast(
+        da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, stats=stats if count else None
+    )
+    return (
+        _empty_if_none(codes, h, dtype),
+        _empty_if_none(codes_t, h, dtype),
+        amax,
+        _empty_if_none(column_sum, h, torch.float32),
+        stats,
+    )
+
+
+@activation_backward_cast.register_fake
+def _(da, h, kind, scale, dtype, row, col, bias_sum, count):
+    return (
+        *_fake_operands(h, h.shape[1], dtype, row, col),
+        h.new_empty((), dtype=torch.float32),
+        h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32),
+        _new_stats(h, count),
+    )
