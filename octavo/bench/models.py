@@ -22,6 +22,7 @@ from octavo.bench.peers import small_optimizer, torchao_float8
 from octavo.bench.profile import profile
 from octavo.bench.rows import Row
 from octavo.bench.run import SEED, Run
+from octavo.bench.timing import captured
 from octavo.models import Transformer, TransformerConfig
 from octavo.optim import AdamW, clip_grad_norm_, release_gradients
 from octavo.plan.shapes import Setup
@@ -110,17 +111,13 @@ def run_block(run: Run, work: Workload) -> None:
         f"octavo {run.recipe.name}": build_octavo,
         TORCHAO: build_torchao,
     }
+    baseline_mode = "compiled" if "compiled" in run.modes else "eager"
     for variant, build in variants.items():
-        for mode in _compiled_first(run.modes):
+        for mode in sorted(run.modes):  # compiled before the others, which are compared with it
             row = work.row("block", variant, mode)
             if variant.startswith("octavo"):
                 row = with_floor(run, row, work, without="optimizer")
-            run.add(row, lambda row: _time_block(run, row, work, build, expected), BASELINE)  # noqa: B023
-
-
-def _compiled_first(modes: tuple[str, ...]) -> list[str]:
-    """Eager and compiled; the baseline is the fastest row before, so what is compiled comes first. Whole models take no graph here."""
-    return [mode for mode in ("compiled", "eager") if mode in modes]
+            run.add(row, lambda row: _time_block(run, row, work, build, expected), BASELINE, baseline_mode)  # noqa: B023
 
 
 def with_floor(run: Run, row: Row, work: Workload, without: str = "") -> Row:
@@ -156,7 +153,8 @@ def _measure(run: Run, row: Row, function: Callable[[], Tensor], expected: float
     error = abs(function().item() / expected - 1)
     function()
     run.forget_peak()
-    row = dataclasses.replace(row.timed(run.time(function)), error=error, peak_gib=run.peak_gib())
+    timing = run.time(captured(function) if row.mode == "graph" else function)
+    row = dataclasses.replace(row.timed(timing), error=error, peak_gib=run.peak_gib())
     if run.ceiling is not None and run.is_cuda:
         kinds = profile(function)
         parts = ", ".join(f"{kind} {ms:.4g}" for kind, ms in kinds.items())
@@ -175,7 +173,7 @@ def run_step(run: Run, works: list[Workload]) -> None:
         ours: _octavo,
         f"{TORCHAO}, AdamW8bit without master": _torchao,
     }
-    mode = _compiled_first(run.modes)[0]
+    mode = "compiled" if "compiled" in run.modes else "eager"
     losses = baseline_losses(run, works)
     for variant, build in variants.items():
         for work, expected in zip(works, losses, strict=True):
