@@ -113,10 +113,11 @@ def run_block(run: Run, work: Workload) -> None:
     }
     baseline_mode = "compiled" if "compiled" in run.modes else "eager"
     for variant, build in variants.items():
+        row = work.row("block", variant, "")
+        if variant.startswith("octavo"):
+            row = with_floor(run, row, work, without="optimizer")
         for mode in sorted(run.modes):  # compiled before the others, which are compared with it
-            row = work.row("block", variant, mode)
-            if variant.startswith("octavo"):
-                row = with_floor(run, row, work, without="optimizer")
+            row = dataclasses.replace(row, mode=mode)
             run.add(row, lambda row: _time_block(run, row, work, build, expected), BASELINE, baseline_mode)  # noqa: B023
 
 
