@@ -19,7 +19,7 @@ from octavo.bench.floors import linear_ms, plain_linear_ms
 from octavo.bench.peers import torchao_float8, transformer_engine_linear
 from octavo.bench.rows import Row
 from octavo.bench.run import Run, relative_error
-from octavo.bench.timing import captured
+from octavo.bench.timing import WARMUP, captured
 from octavo.convert import convert
 from octavo.tensor import ScaledTensor
 
@@ -82,7 +82,9 @@ def _time(run: Run, row: Row, build: Callable[[], Layer], inputs: int, outputs: 
         y.backward(dy)
         return y
 
-    error = _error(function(), x, weight, w, dy)
+    for _ in range(WARMUP):  # delayed scales are of use from the second call on
+        y = function()
+    error = _error(y, x, weight, w, dy)
     timed = captured(function) if row.mode == "graph" else function
     return dataclasses.replace(row.timed(run.time(timed)), error=error)
 
