@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from octavo.bench.floors import step_ms
+from octavo.bench.linear import move_scales
 from octavo.bench.peers import small_optimizer, torchao_float8
 from octavo.bench.profile import profile
 from octavo.bench.rows import Row
 from octavo.bench.run import SEED, Run
 from octavo.bench.timing import captured
+from octavo.convert import initialize
 from octavo.models import Transformer, TransformerConfig
 from octavo.optim import AdamW, clip_grad_norm_, release_gradients
 from octavo.plan.shapes import Setup
@@ -146,13 +148,20 @@ def _time_block(
         loss.backward()
         return loss.detach()
 
-    return _measure(run, row, function, expected)
+    return _measure(run, row, function, expected, lambda: move_scales(model))
 
 
-def _measure(run: Run, row: Row, function: Callable[[], Tensor], expected: float) -> Row:
-    """The row with time, peak and error of `function`, which returns the loss; where its time goes is said, if floors are wanted."""
+def _measure(
+    run: Run, row: Row, function: Callable[[], Tensor], expected: float, between: Callable[[], None] = lambda: None
+) -> Row:
+    """The row with time, peak and error of `function`, which returns the loss; where its time goes is said, if floors are wanted.
+
+    `between` is called between the calls that are not timed.
+    """
     error = abs(function().item() / expected - 1)
-    function()
+    for _ in range(run.settling):
+        between()
+        function()
     run.forget_peak()
     timing = run.time(captured(function) if row.mode == "graph" else function)
     row = dataclasses.replace(row.timed(timing), error=error, peak_gib=run.peak_gib())
@@ -193,7 +202,9 @@ def _bf16(run: Run, config: TransformerConfig) -> tuple[Transformer, torch.optim
 
 def _octavo(run: Run, config: TransformerConfig) -> tuple[Transformer, torch.optim.Optimizer]:
     model = build_octavo(run, config)
-    return model, AdamW(model.parameters(), lr=LR, recipe=run.recipe)
+    optimizer = AdamW(model.parameters(), lr=LR, recipe=run.recipe)
+    initialize(model, optimizer, run.recipe)  # its steps move delayed scales on
+    return model, optimizer
 
 
 def _torchao(run: Run, config: TransformerConfig) -> tuple[Transformer, torch.optim.Optimizer]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from octavo.bench.peers import NotInstalledError
 from octavo.bench.rows import Record, Row
-from octavo.bench.timing import Timing, measure
+from octavo.bench.timing import WARMUP, Timing, measure
 from octavo.plan.ceilings import Ceiling
 from octavo.recipe import Recipe
+from octavo.scaling import DelayedScaling
 
 SEED = 0
 
@@ -36,6 +37,11 @@ class Run:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def settling(self) -> int:
+        """Calls until a step is like those after it: delayed scaling begins with steps that find their own scales."""
+        return WARMUP if self.recipe.scaling == "current" else DelayedScaling().warmup + 1
 
     def wants(self, variant: str) -> bool:
         return not self.only or any(part in variant for part in self.only)
