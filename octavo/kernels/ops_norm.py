@@ -1,0 +1,66 @@
+"""Norms as opaque operators, for `torch.compile`; see `octavo.kernels.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kernels.dispatch import backend
+from octavo.kernels.ops import _new_stats, _padded
+
+
+@torch.library.custom_op(
+    "octavo::norm_stats",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor)",
+)
+def norm_stats(x, weight, bias, eps, centered):
+    mean, rstd, amax = backend(x).norm_stats(x, weight, bias, eps, centered=centered)
+    return rstd.new_empty(0) if mean is None else mean, rstd, amax
+
+
+@norm_stats.register_fake
+def _(x, weight, bias, eps, centered):
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    return torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd, rstd.new_empty(())
+
+
+@torch.library.custom_op(
+    "octavo::norm_cast",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor scale, ScalarType dtype, bool row, bool col,"
+    " bool count) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
+    stats = _new_stats(x, count)
+    codes, codes_t, amax = backend(x).norm_cast(
+        x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, stats=stats if count else None
+    )
+    empty = [x.new_empty(0, dtype=dtype) for _ in range(2)]
+    return empty[0] if codes is None else codes, empty[1] if codes_t is None else codes_t, stats, amax
+
+
+@norm_cast.register_fake
+def _(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
+    m, k = _padded(x.shape[0]), _padded(x.shape[1])
+    return (
+        x.new_empty((m, k) if row else 0, dtype=dtype),
+        x.new_empty((k, m) if col else 0, dtype=dtype),
+        _new_stats(x, count),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op(
+    "octavo::norm_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, Tensor? residual_grad) -> (Tensor, Tensor, Tensor)",
+)
+def norm_backward(dy, x, weight, mean, rstd, residual_grad):
+    dx, dweight, dbias = backend(x).norm_backward(dy, x, weight, mean, rstd, residual_grad)
+    return dx, dweight, dweight.new_empty(0) if dbias is None else dbias
+
+
+@norm_backward.register_fake
+def _(dy, x, weight, mean, rstd, residual_grad):
+    dweight = x.new_empty(x.shape[1], dtype=torch.float32)
+    return x.new_empty(x.shape), dweight, dweight.new_empty(0) if mean is None else torch.empty_like(dweight)
