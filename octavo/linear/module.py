@@ -20,7 +20,7 @@ from octavo.formats import Format
 from octavo.linear import tracing
 from octavo.linear.gemm import Gemms, LinearFunction
 from octavo.linear.operand import Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
-from octavo.linear.storage import replace_parameter, unwatch_gradient, watch_gradient
+from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, watch_gradient
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling
 from octavo.tensor import ScaledTensor, cast, uncast
@@ -86,22 +86,22 @@ class FP8Linear(nn.Linear):
             raise ValueError(f"the layer takes floating [..., {k}], but the input is {x.dtype} {tuple(x.shape)}")
         backward = torch.is_grad_enabled()
         if not is_compiling():
-            self.watch_gradient()
+            if not is_watched(weight):
+                self.watch_gradient()
         elif self.training and backward:
             for _, scaling in self._scalings():
                 scaling.expect_record()
-        flat = x.reshape(-1, k)
+        flat, device = x.reshape(-1, k), x.device.type
         gemms = Gemms(
             self.recipe,
-            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype,
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
             self.input_first,
             self.gradient_format is not None,
             self.grad_output_scaling if self.training else None,
             self.stats,
         )
-        with torch.no_grad():
-            x_operand = self._input_operand(x, flat, wgrad=backward and weight.requires_grad, record=backward)
-            w_operand = self._weight_operand(weight, dgrad=backward and x.requires_grad)
+        x_operand = self._input_operand(x, flat, wgrad=backward and weight.requires_grad, record=backward)
+        w_operand = self._weight_operand(weight, dgrad=backward and x.requires_grad)
         return LinearFunction.apply(flat, weight, self.bias, x_operand, w_operand, gemms).reshape(*x.shape[:-1], n)
 
     def _input_operand(self, x: Tensor, flat: Tensor, wgrad: bool, record: bool) -> Operand:

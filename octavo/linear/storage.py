@@ -58,12 +58,18 @@ def store_gradient(param: Tensor) -> None:
             param.grad = scaled_gradient(grad, param.dtype, param.__dict__.get("_octavo_stats"))
 
 
+def is_watched(param: Tensor) -> bool:
+    """Whether `watch_gradient` has nothing to do for a leaf."""
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return hooks is not None and store_gradient in hooks.values()
+
+
 def watch_gradient(param: Tensor) -> None:
     """Registers `store_gradient` on `param`, once. A frozen parameter is watched too: it may be unfrozen at any time.
 
     A weight computed from parameters (pruning, weight norm) keeps no gradient of its own, and is left alone.
     """
-    if param.is_leaf and store_gradient not in (param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+    if param.is_leaf and not is_watched(param):
         requires_grad = param.requires_grad
         param.requires_grad_(True).register_post_accumulate_grad_hook(store_gradient)
         param.requires_grad_(requires_grad)

@@ -205,8 +205,8 @@ def check_quantize(cuda, x: torch.Tensor, fmt: Format, unit: torch.Tensor | None
 
 
 def check_column_sum(sums: torch.Tensor, x: torch.Tensor) -> None:
-    """No term takes part in more additions than rows of a tile and tiles (of 128 rows): each is wrong by at most 2^-24."""
-    depth = min(len(x), 128) + len(x) / 128 + 1
+    """No term takes part in more additions than this, each wrong by at most 2^-24 of the sum of magnitudes."""
+    depth = len(x) / 16 + len(x) / 64 + 17
     assert sums.dtype == torch.float32 and sums.shape == x.shape[1:]
     exact, bound = x.double().sum(0), x.double().abs().sum(0) * depth * 2.0**-24
     finite = exact.isfinite()
@@ -237,7 +237,7 @@ def test_quantize_of_extreme_magnitudes(cuda, size, power_of_two, seed):
 
 @pytest.mark.parametrize(
     "shape",
-    [(1000, 3000), (129, 4096), (256, 384), (512, 768)] + ([] if INTERPRETED else [(16_384, 4096), (768, 3072)]),
+    [(129, 1000), (256, 384), (512, 768)] + ([] if INTERPRETED else [(1000, 3000), (16_384, 4096), (768, 3072)]),
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -248,6 +248,23 @@ def test_quantize_of_several_tiles(cuda, dtype, fmt, shape, seed):
     check_quantize(cuda, x, fmt, scalar(4.0))
     first, again = (cuda.quantize(x, fmt, column_sum=True)[4] for _ in range(2))
     assert_same_bits(first, again)
+
+
+def test_launches_follow_their_arguments(cuda, seed):
+    """A compiled kernel is launched again only for arguments of its kind: dtypes, sizes, alignment, what is None."""
+    flat = on(torch.randn(70_000))
+    for _ in range(2):
+        for m, k in ((32, 48), (33, 48), (32, 50), (48, 32), (257, 256)):
+            for dtype in DTYPES:
+                for offset in (0, 1, 8):
+                    x = flat.to(dtype)[offset : offset + m * k].view(m, k)
+                    for unit in (None, scalar(2.0)):
+                        codes, codes_t, scale, _, sums = cuda.quantize(x, E4M3, unit=unit, column_sum=True)
+                        want = reference.quantize(x, E4M3, unit=unit)
+                        for got, expected in zip((codes, codes_t, scale), want, strict=False):
+                            assert_same_bits(got, expected)
+                        check_column_sum(sums, x)
+                    assert_same_bits(cuda.amax(x), reference.amax(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -276,11 +293,11 @@ def test_visible_scale(cuda, amax, unit):
 
 
 @pytest.mark.parametrize(
-    "numel", [4096 * 1024 - 5, 4096 * 1024 + 5, 4096 * 3000] + ([] if INTERPRETED else [2**27 + 3])
+    "numel", [4096 * 1100 + 5] + ([] if INTERPRETED else [2**27 + 3])
 )
 def test_amax_of_many_tiles_sees_every_element(cuda, numel, seed):
     x = on(torch.zeros(numel, dtype=torch.bfloat16))
-    for place in (0, numel // 3, numel - 4097, numel - 1):
+    for place in (0, numel // 3, numel - 1):
         x[place] = -3.0
         assert cuda.amax(x) == 3
         x[place] = 0.0
@@ -395,11 +412,35 @@ def test_no_host_synchronisation(seed):
         scale = kernels.scale_from_amax(kernels.amax(x), 448.0)
         codes, _ = kernels.cast_transpose(x, scale, E4M3.dtype, stats=stats)
         kernels.scaled_mm_nt(codes, codes, scale, scale, torch.bfloat16)
+        kernels.quantize(x, E5M2, column_sum=True, unit=scale, return_inverse=True, stats=stats)
+        kernels.visible_scale(kernels.cast_current(x, E4M3)[1], kernels.amax(x), scale)
         key = kernels.make_key(1, step, 2, "cuda")
         kernels.uncast(kernels.cast(x, scale, E4M3.dtype, rounding="stochastic", key=key), scale)
         kernels.uncast_residual(*kernels.cast_residual(x, scale), scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_quantize_in_a_captured_graph(seed):
+    """A graph holds no state between its replays, nor any shared with launches outside of it."""
+    x, w = (torch.randn(shape, device="cuda").bfloat16() for shape in ((512, 256), (384, 256)))
+
+    def step():
+        codes, codes_t, scale, sums, inverse = kernels.quantize(x, E5M2, column_sum=True, return_inverse=True)
+        w_codes, _, _, _, w_inverse = kernels.quantize(w, E4M3, return_inverse=True)
+        out = kernels.scaled_mm_nt(codes, w_codes, inverse, w_inverse, torch.bfloat16, inverse_scales=True)
+        return codes, codes_t, scale, sums, out, *kernels.cast_current(out, E4M3)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    for factor in (1e-3, 1e3, torch.inf, 1.0):
+        x.copy_(torch.randn_like(x) * factor)
+        graph.replay()
+        for got, want in zip(outputs, step(), strict=True):
+            assert_same_bits(got, want)
 
 
 @needs_gpu

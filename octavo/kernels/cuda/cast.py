@@ -27,8 +27,10 @@ from octavo.kernels.cuda.numerics import (
 from octavo.kernels.reference.cast import largest
 
 TILE = 4096
+PROGRAMS = 528
+"""That find an amax: four for each multiprocessor of a Hopper GPU, which all run at the same time."""
 MAX_PARTS = 1024
-MAX_ROUNDS = 16
+MAX_ROUNDS = 4
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def largest_part(parts_ptr, parts, PARTS: tl.constexpr):
     return tl.max(tl.load(parts_ptr + lane, mask=lane < parts, other=0), 0).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _largest_kernel(parts_ptr, amax_ptr, parts, PARTS: tl.constexpr):
     """amax = the largest part, by one program. parts [parts]: int32; amax [1]: FP32."""
     tl.store(amax_ptr, largest_part(parts_ptr, parts, PARTS))
@@ -173,9 +175,8 @@ def amax_parts(x: Tensor) -> Tensor:
 def _division(numel: int) -> tuple[int, int, int]:
     """(programs, turns, rounds) of `_amax_kernel`: turns * rounds tiles to a program, `rounds` of them unrolled."""
     tiles = triton.cdiv(numel, TILE)
-    # A multiple of 16, so that parts are read 16 bytes at a time. Many tiles to a program keep more loads in flight than one.
-    programs = 1 if tiles <= 1 else min(triton.cdiv(tiles, 16) * 16, MAX_PARTS)
-    each = max(triton.cdiv(tiles, programs), 1)
+    programs = min(max(tiles, 1), PROGRAMS)
+    each = max(triton.cdiv(tiles, programs), 1)  # many tiles to a program keep more loads in flight than one
     rounds = min(triton.next_power_of_2(each), MAX_ROUNDS)
     return programs, triton.cdiv(each, rounds), rounds
 

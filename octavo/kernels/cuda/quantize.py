@@ -2,15 +2,20 @@
 
 Done apart, current scaling of an operand is an amax, a scale from it, a cast, `where(isfinite)` and a reciprocal for the GEMM, and in
 backward a sum of columns for the bias: 9 launches and up to three reads of the tensor. Of these only the amax must come first. The
-kernels here take the largest part themselves, each program for itself (4 KB from the cache), so scale, its reciprocal, codes, their
-transpose and column sums come from the second read: 2 + 2 bytes an element of BF16 read, 1 + 1 written. Tiles are taken last to first,
-because the end of the tensor is what the first read left in the cache.
+kernels here take the largest part themselves, each program for itself (4 KB from the cache), so scale, its reciprocal, codes and
+their transpose come from the second read: 2 + 2 bytes an element of BF16 read, 1 + 1 written. Tiles are taken last to first, because the
+end of the tensor is what the first read left in the cache. Nothing here saturates by itself: a scale of its own leaves only
+infinities to saturate, and the conversion to FP8 (cvt.rn.satfinite) does that.
 
-Column sums are FP32 and deterministic: each tile stores those of its rows, [tiles, K], and a second step adds them in a fixed order;
-atomics would add in any. No sum is more than TILE_M + tiles roundings deep.
+Column sums come from the first read, which has arithmetic and registers to spare; in the second they took the cast from 128 registers
+a thread to 200, and so from two blocks on a multiprocessor to one. They are FP32 and deterministic: each program stores those of its
+rows, and a second step adds them in a fixed order, where atomics would add in any. No sum of M rows is more than M/16 + M/64 + 17
+roundings deep, and none at 16,384 x 4,096 more than 64.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -19,14 +24,65 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels import reference
-from octavo.kernels.cuda.cast import MAX_PARTS, amax_parts, largest_part, scale_of
+from octavo.kernels.cuda.cast import MAX_PARTS, PROGRAMS, amax_parts, largest_part, scale_of
 from octavo.kernels.cuda.cast import TILE as FLAT_TILE
 from octavo.kernels.cuda.launch import Launcher
-from octavo.kernels.cuda.numerics import flushed_count, saturate, saturated_count
-from octavo.kernels.cuda.transpose import TILE_K, TILE_M, as_fp8, geometry, store_tile, tile
+from octavo.kernels.cuda.numerics import flushed_count, magnitude_bits, saturated_count
+from octavo.kernels.cuda.transpose import as_fp8, geometry, store_tile, tile
 
-ROWS, COLUMNS = 32, 64
-"""Tile of the second step of column sums."""
+TILE_M, TILE_K = 64, 128
+"""Tile of the cast: half of the one of `cast_transpose`, for 64 registers a thread and so four blocks on a multiprocessor."""
+ROWS, COLUMNS = 16, 256
+"""Tile of the column sums."""
+ROUNDS = 4
+
+
+@triton.jit
+def _amax_sums_kernel(
+    x_ptr,
+    parts_ptr,
+    sums_ptr,
+    m_size,
+    k_size,
+    programs_k,
+    turns,
+    ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """parts[p] = max |x| and sums[p // programs_k] = Σ x over the rows of program p, turns * ROUNDS * ROWS of them.
+
+    x [m_size, k_size] contiguous: any float; parts [programs]: FP32 bits as int32; sums [programs / programs_k, k_size]: FP32.
+    """
+    program = tl.program_id(0)
+    m = (program // programs_k).to(tl.int64) * (turns * ROUNDS * ROWS) + tl.arange(0, ROWS)
+    k = (program % programs_k) * COLUMNS + tl.arange(0, COLUMNS)
+    largest = tl.zeros([ROWS, COLUMNS], tl.int32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _ in range(turns):
+        for _ in tl.static_range(ROUNDS):
+            valid = (m < m_size)[:, None] & (k < k_size)[None, :]
+            x = tl.load(x_ptr + (m * k_size)[:, None] + k[None, :], mask=valid, other=0.0).to(tl.float32)
+            bits = magnitude_bits(x)
+            largest = tl.where(bits > largest, bits, largest)
+            total += x
+            m += ROWS
+    tl.store(parts_ptr + program, tl.max(tl.max(largest, 1), 0))
+    sums = (program // programs_k).to(tl.int64) * k_size
+    tl.store(sums_ptr + sums + k, tl.sum(total, 0), mask=k < k_size)
+
+
+@triton.jit
+def _add_rows_kernel(parts_ptr, sum_ptr, rows, k_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """sum = Σ over the rows of parts, ROWS at a time in their order. parts [rows, k_size], sum [k_size]: FP32."""
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, rows, ROWS):
+        at = (start + row).to(tl.int64) * k_size
+        valid = (start + row < rows)[:, None] & (k < k_size)[None, :]
+        total += tl.load(parts_ptr + at[:, None] + k[None, :], mask=valid, other=0.0)
+    tl.store(sum_ptr + k, tl.sum(total, 0), mask=k < k_size)
 
 
 @triton.jit
@@ -38,7 +94,7 @@ def _visible_scale(scale, amax, unit_ptr):
     return visible, tl.div_rn(1.0, visible)
 
 
-@triton.jit(do_not_specialize=["tiles_k"])
+@triton.jit(do_not_specialize=["tiles_k", "parts"])
 def _quantize_kernel(
     x_ptr,
     parts_ptr,
@@ -47,7 +103,6 @@ def _quantize_kernel(
     codes_t_ptr,
     scale_ptr,
     inverse_ptr,
-    sums_ptr,
     stats_ptr,
     m_size,
     k_size,
@@ -65,8 +120,8 @@ def _quantize_kernel(
     """codes = saturate(round(x * s)), codes_t = codesᵀ, s = `scale_of` the largest part; zero codes in the padding.
 
     x [m_size, k_size] contiguous: any float; parts [parts]: int32; codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8;
-    scale, inverse [1]: FP32, s · unit (NaN if x has a value that is not finite) and its reciprocal; unit [1]: FP32; sums [tiles along
-    M, k_size]: FP32, Σ x over the rows of each tile; stats [2]: int64. Results that are not wanted are None.
+    scale, inverse [1]: FP32, s · unit (NaN if x has a value that is not finite) and its reciprocal; unit [1]: FP32; stats
+    [2]: int64. Results that are not wanted are None.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     m, k = tile(program, tiles_k, TILE_M, TILE_K)
@@ -78,32 +133,16 @@ def _quantize_kernel(
         visible, inverse = _visible_scale(scale, amax, unit_ptr)
         tl.store(scale_ptr, visible)
         tl.store(inverse_ptr, inverse)
-    if sums_ptr is not None:
-        row = (program // tiles_k).to(tl.int64) * k_size
-        tl.store(sums_ptr + row + k, tl.sum(x, 0), mask=k < k_size)
     y = x * scale  # the scale is finite: zeros of the padding stay
     if stats_ptr is not None:
         tl.atomic_add(stats_ptr, tl.sum(tl.sum(saturated_count(y, MAX), 1), 0).to(tl.int64))
-    codes = as_fp8(saturate(y, MAX), MANTISSA_BITS)
+    codes = as_fp8(y, MANTISSA_BITS)
     if stats_ptr is not None:
         tl.atomic_add(stats_ptr + 1, tl.sum(tl.sum(flushed_count(x, codes), 1), 0).to(tl.int64))
     store_tile(codes.to(tl.uint8, bitcast=True), codes_ptr, codes_t_ptr, m, k, m_padded, k_padded)
 
 
-@triton.jit
-def _add_rows_kernel(parts_ptr, sum_ptr, rows, k_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sum = Σ over the rows of parts, ROWS at a time in their order. parts [rows, k_size], sum [k_size]: FP32."""
-    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, rows, ROWS):
-        at = (start + row).to(tl.int64) * k_size
-        valid = (start + row < rows)[:, None] & (k < k_size)[None, :]
-        total += tl.sum(tl.load(parts_ptr + at[:, None] + k[None, :], mask=valid, other=0.0), 0)
-    tl.store(sum_ptr + k, total, mask=k < k_size)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _cast_current_kernel(
     x_ptr,
     parts_ptr,
@@ -134,7 +173,7 @@ def _cast_current_kernel(
     y = x * tl.where(amax < float("inf"), scale, float("nan"))
     if stats_ptr is not None:
         tl.atomic_add(stats_ptr, tl.sum(saturated_count(y, MAX), 0).to(tl.int64))
-    codes = as_fp8(saturate(y, MAX), MANTISSA_BITS)
+    codes = as_fp8(y, MANTISSA_BITS)
     if stats_ptr is not None:
         tl.atomic_add(stats_ptr + 1, tl.sum(flushed_count(x, codes), 0).to(tl.int64))
     tl.store(codes_ptr + start + lane, codes, mask=valid)
@@ -148,8 +187,9 @@ def _visible_scale_kernel(scale_ptr, amax_ptr, unit_ptr, visible_ptr, inverse_pt
     tl.store(inverse_ptr, inverse)
 
 
+_launch_amax_sums = Launcher(_amax_sums_kernel, num_warps=8)
 _launch_quantize = Launcher(_quantize_kernel, num_warps=8)
-_launch_add_rows = Launcher(_add_rows_kernel, num_warps=4)
+_launch_add_rows = Launcher(_add_rows_kernel, num_warps=8)
 _launch_cast_current = Launcher(_cast_current_kernel, num_warps=8)
 _launch_visible_scale = Launcher(_visible_scale_kernel, num_warps=1)
 
@@ -173,19 +213,20 @@ def quantize(
         )
     if not x.is_contiguous():
         x = x.contiguous()
-    parts = amax_parts(x)
-    m_padded, k_padded, tiles_m, tiles_k = geometry(m, k)
+    parts, sums = _amax_parts_and_sum(x) if column_sum else (amax_parts(x), None)
+    count = parts.numel()
+    m_padded, k_padded, tiles_m, tiles_k = geometry(m, k, TILE_M, TILE_K)
     codes = x.new_empty((m_padded, k_padded), dtype=fmt.dtype) if row else None
     codes_t = x.new_empty((k_padded, m_padded), dtype=fmt.dtype) if col else None
     scale, inverse = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
-    sums = x.new_empty((tiles_m, k), dtype=torch.float32) if column_sum else None
     _launch_quantize(
         tiles_m * tiles_k,
-        (x, parts, unit, codes, codes_t, scale, inverse, sums, stats),
-        *(m, k, m_padded, k_padded, tiles_k, parts.numel()),
-        *(fmt.max, fmt.mantissa_bits, power_of_two, MAX_PARTS, TILE_M, TILE_K),
+        (x, parts, unit, codes, codes_t, scale, inverse, stats),
+        *(m, k, m_padded, k_padded, tiles_k, count),
+        *(fmt.max, fmt.mantissa_bits, power_of_two, triton.next_power_of_2(count) if count > MAX_PARTS else MAX_PARTS),
+        *(TILE_M, TILE_K),
     )
-    return codes, codes_t, scale, inverse, None if sums is None else _add_rows(sums)
+    return codes, codes_t, scale, inverse, sums
 
 
 def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -212,11 +253,24 @@ def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tu
     return visible, inverse
 
 
-def _add_rows(parts: Tensor) -> Tensor:
-    """The sum of the rows, FP32 [K]."""
-    rows, k = parts.shape
-    if rows == 1:
-        return parts.view(k)
-    out = parts.new_empty(k)
-    _launch_add_rows(-(-k // COLUMNS), (parts, out), rows, k, ROWS, COLUMNS)
-    return out
+def _amax_parts_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(`amax_parts`, the sum of the rows FP32 [K]) of a contiguous matrix, in one read."""
+    m, k = x.shape
+    programs_m, programs_k, turns = _rows_division(m, k)
+    parts = x.new_empty(programs_m * programs_k, dtype=torch.int32)
+    sums = x.new_empty((programs_m, k), dtype=torch.float32)
+    _launch_amax_sums(programs_m * programs_k, (x, parts, sums), m, k, programs_k, turns, ROUNDS, ROWS, COLUMNS)
+    if programs_m == 1:
+        return parts, sums.view(k)
+    out = x.new_empty(k, dtype=torch.float32)
+    _launch_add_rows(-(-k // COLUMNS), (sums, out), programs_m, k, ROWS, COLUMNS)
+    return parts, out
+
+
+@cache
+def _rows_division(m: int, k: int) -> tuple[int, int, int]:
+    """(programs along M, along K, turns) of `_amax_sums_kernel`: at most PROGRAMS, unless K alone needs more."""
+    each = ROUNDS * ROWS
+    programs_k = triton.cdiv(k, COLUMNS)
+    turns = triton.cdiv(triton.cdiv(m, each), max(PROGRAMS // programs_k, 1))
+    return triton.cdiv(m, turns * each), programs_k, turns

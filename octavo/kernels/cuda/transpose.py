@@ -146,7 +146,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
     codes_t = codes.new_empty((k_padded, m_padded))
     _launch_transpose(
         tiles_m * tiles_k,
-        (codes.view(torch.uint8), codes_t),
+        (codes.view(torch.uint8), codes_t.view(torch.uint8)),
         *(m, k, m_padded, k_padded, stride_m, stride_k, tiles_k, TILE_M, TILE_K),
     )
     return codes_t
@@ -172,7 +172,7 @@ def _cast_transpose(
     return codes, codes_t
 
 
-def geometry(m: int, k: int) -> tuple[int, int, int, int]:
+def geometry(m: int, k: int, tile_m: int = TILE_M, tile_k: int = TILE_K) -> tuple[int, int, int, int]:
     """(m_padded, k_padded, tiles along M, along K) of a matrix [m, k]; the tiles cover the padding too."""
     m_padded, k_padded = -(-m // ALIGN) * ALIGN, -(-k // ALIGN) * ALIGN
-    return m_padded, k_padded, -(-m_padded // TILE_M), -(-k_padded // TILE_K)
+    return m_padded, k_padded, -(-m_padded // tile_m), -(-k_padded // tile_k)
