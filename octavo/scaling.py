@@ -88,7 +88,7 @@ class DelayedScaling:
     def record(self, amax: Tensor) -> None:
         """Counts a maximum (FP32, 0-d) in the step that goes on; one that is not finite does not count."""
         self._to(amax.device)
-        self.pending.copy_(torch.where(amax.isfinite(), torch.maximum(self.pending, amax), self.pending))
+        self.pending.copy_(torch.maximum(self.pending, amax.nan_to_num(0.0, posinf=0.0)))
         if not is_compiling():
             self.expect_record()
 
