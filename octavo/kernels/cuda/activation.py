@@ -11,8 +11,8 @@ Bytes an element of a in BF16, both operands wanted, and the time of 16,384 × 1
 
 (PyTorch's function and `cast_transpose` move 8 and 10 bytes in the first two rows together.) Backward reads h and not the codes of a: their
 inverse is not unique, GELU being no monotonic function. The bias gradient comes in the same pass, as the sums of each tile's columns in
-FP32, 1/32 byte an element, which a second step adds in a fixed order: the same bits in every run, at most (log₂ 128 + M / 128) · 2^-24
-of the column's Σ |dh| from exact.
+FP32, 1/32 byte an element, which a second step adds in a fixed order: the same bits in every run, at most (8 + M / 128) · 2^-24 of
+the column's Σ |dh| from exact.
 
 Tiles of 128 × 64 and four warps: four of them on a multiprocessor are in as many phases of load, compute and store.
 Matrices of one row or one column take the reference (see `octavo.kernels.cuda.transpose`).

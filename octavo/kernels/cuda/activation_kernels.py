@@ -3,13 +3,16 @@
 At 4.2 TB/s an H200 has 7 slots for an instruction of a lane for each byte that it moves: 28 for an element of GELU, and half of them
 in the unit for integers, comparisons and conversions. What follows is written for few instructions:
 
-- σ(z) as the square of a reciprocal root, one instruction and a product; a division takes eight. 2^z is one instruction.
+- σ is the square of a reciprocal root, one instruction and a product; a division takes eight. 2^z is one instruction.
 - BF16 is rounded two at a time: Triton converts one by one, in the unit that exponentials and roots share, an eighth as wide.
-- A tile that lies inside the matrix (`WHOLE`) has no masks.
+- A matrix of whole tiles (`WHOLE`) has no masks.
 - The transpose moves words of codes through shared memory, not bytes, and codes, not what they are computed from.
+- There is no minimum or maximum of floats, because conversions to FP8 saturate on the device.
 
-σ, and with it everything else, is exact to FP32 rounding: |a − reference| ≤ 2^-20·|a|·(1 + |z|/8) or 2^-119, and likewise the gradients.
-Products are rounded apart and sums fused by `tl.fma` alone, never by the compiler, so all kernels have the same values.
+With z the exponent of σ = 1 / (1 + 2^z), a differs from the reference by at most 2^-20·(1 + |z|/4) of itself, and where |z| ≥ 128 both
+are 0. A gradient differs by that, and by 2^-16·|da|, or |da·p| for a gate, as 1 − σ cancels where σ is nearly 1. So some values in ten
+thousand are rounded to the other neighbour in 16 bits, and still fewer in eight. Products are rounded apart and sums fused by
+`tl.fma` alone, never by the compiler: all kernels have the same values, and an amax is that of the codes.
 """
 
 from __future__ import annotations
