@@ -31,8 +31,8 @@ from octavo.tensor import ScaledTensor
 
 SHAPES = ("4096x4096", "4096x16384", "2048x2048", "1024x1024")
 BOUND = 0.10
-CALLS = {"eager": 20, "graph": 20}
-"""Calls of a repeat: of an eager call about 25 launches are in the queue."""
+CALLS = 20
+"""Calls of a repeat. An eager one makes fewer than 25 launches."""
 WARMUP = 5
 
 Call = Callable[[], Tensor]
@@ -107,7 +107,7 @@ def measure(
         raise RuntimeError(f"{variant}, {inputs} → {outputs}: relative error {wrong:.3g}, at most {BOUND} is FP8's")
     count = kernels_of(call) if device.type == "cuda" else None
     timed = captured(call) if mode == "graph" else call
-    host, gpu = zip(*(repeat(timed, CALLS[mode], device) for _ in range(repeats)), strict=True)
+    host, gpu = zip(*(repeat(timed, CALLS, device) for _ in range(repeats)), strict=True)
     row: dict[str, str | float | int | None] = {
         "tokens": tokens,
         "inputs": inputs,
@@ -117,7 +117,7 @@ def measure(
         "kernels": count,
         "error": wrong,
         "repeats": repeats,
-        "calls": CALLS[mode],
+        "calls": CALLS,
     }
     for name, values in (("host", host), ("gpu", [value for value in gpu if value is not None])):
         for part, of in (("ms", statistics.median), ("ms_min", min), ("ms_max", max)):
