@@ -64,17 +64,13 @@ class LinearFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         # The parameter itself, not `save_for_backward`: hooks on saved tensors (checkpoint, offload) would copy it, and lose
         # its cached operand; only activations are theirs. Hence our own check that nobody changed it.
-        ctx.weight = weight
-        ctx.version = None if is_compiling() or weight.is_inference() else weight._version
+        ctx.weight, ctx.version = weight, weight_version(weight)
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x_operand.codes_t, x_operand.inverse)
         n = weight.shape[1] if gemms.input_first else weight.shape[0]
         if x.shape[0] == 0:
             return x.new_zeros((0, n), dtype=gemms.out_dtype)
-        codes = w_operand.col() if gemms.input_first else w_operand.row()
-        y = gemm(x_operand.row(), codes, x_operand.inverse, w_operand.inverse, gemms.out_dtype, bias, fast_accum=True)
-        # (torch 2.11 compiles a function that returns an alias of a result, as `contiguous` and `to` may, with zero gradients.)
-        return y if y.shape == (x.shape[0], n) else y[: x.shape[0], :n].clone(memory_format=torch.contiguous_format)
+        return fprop(x_operand, w_operand, bias, gemms, (x.shape[0], n))
 
     @staticmethod
     @once_differentiable
@@ -83,11 +79,7 @@ class LinearFunction(torch.autograd.Function):
         gemms, weight, (m, k) = ctx.gemms, ctx.weight, ctx.shape
         recipe = gemms.recipe
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        if ctx.version is not None and ctx.version != weight._version:
-            raise RuntimeError(
-                f"a weight of shape {tuple(weight.shape)} was changed in place between forward and backward "
-                f"(version {ctx.version}, now {weight._version}): run backward before the optimizer steps"
-            )
+        check_version(weight, ctx.version)
         dx = dw = sums = None
         if m == 0:
             dx = dy.new_zeros((0, k), dtype=ctx.x_dtype) if need_x else None
@@ -107,30 +99,67 @@ class LinearFunction(torch.autograd.Function):
                 stats.get("grad_output"),
             )
             if need_x:
-                first = gemms.input_first
-                w = weight_operand(weight, recipe.weight, power_of_two=recipe.power_of_two, row=first, col=not first)
-                w_codes = w.row() if first else w.col()
-                dx = gemm(dy_operand.row(), w_codes, dy_operand.inverse, w.inverse, ctx.x_dtype)
-                dx = dx if dx.shape == ctx.shape else dx[:m, :k]
+                dx = dgrad(dy_operand, weight, gemms, ctx.shape, ctx.x_dtype)
             if need_w:
                 x_codes_t, x_inverse = ctx.saved_tensors
-                # BF16 holds what E4M3 will keep; a gradient that stays plain gets the dtype of its parameter.
-                dtype = torch.bfloat16 if gemms.scale_gradient else weight.dtype
-                left, right = (dy_operand.col(), dy_operand.inverse), (x_codes_t, x_inverse)
-                if gemms.input_first:
-                    left, right = right, left
-                dw = gemm(left[0], right[0], left[1], right[1], dtype)
-                dw = dw if dw.shape == weight.shape else dw[: weight.shape[0], : weight.shape[1]]
-        if dw is not None and isinstance(weight, ScaledTensor) and gemms.scale_gradient:
-            dw = scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"))
-        elif dw is not None:
-            dw = dw.to(weight.dtype)  # (an FP16 gradient that overflows shows, so that a loss scale backs off)
+                dw = wgrad(dy_operand, x_codes_t, x_inverse, weight, gemms)
+        if dw is not None:
+            dw = stored_gradient(dw, weight, gemms)
         if ctx.version is not None and (need_w or not weight.requires_grad):
             release_operand(weight)
         db = None
         if need_b:
             db = (column_sum(dy) if sums is None else sums).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None
+
+
+def fprop(x: Operand, w: Operand, bias: Tensor | None, gemms: Gemms, shape: tuple[int, int]) -> Tensor:
+    """y of `shape` [M, N], contiguous."""
+    codes = w.col() if gemms.input_first else w.row()
+    y = gemm(x.row(), codes, x.inverse, w.inverse, gemms.out_dtype, bias, fast_accum=True)
+    # (torch 2.11 compiles a function that returns an alias of a result, as `contiguous` and `to` may, with zero gradients.)
+    return y if y.shape == shape else y[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)
+
+
+def dgrad(dy: Operand, weight: Tensor, gemms: Gemms, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """dx of `shape` [M, K]."""
+    recipe, first = gemms.recipe, gemms.input_first
+    assert recipe.weight is not None
+    w = weight_operand(weight, recipe.weight, power_of_two=recipe.power_of_two, row=first, col=not first)
+    dx = gemm(dy.row(), w.row() if first else w.col(), dy.inverse, w.inverse, dtype)
+    return dx if dx.shape == shape else dx[: shape[0], : shape[1]]
+
+
+def wgrad(dy: Operand, x_codes_t: Tensor, x_inverse: Tensor, weight: Tensor, gemms: Gemms) -> Tensor:
+    """dw of the shape of `weight`."""
+    # BF16 holds what E4M3 will keep; a gradient that stays plain gets the dtype of its parameter.
+    dtype = torch.bfloat16 if gemms.scale_gradient else weight.dtype
+    left, right = (dy.col(), dy.inverse), (x_codes_t, x_inverse)
+    if gemms.input_first:
+        left, right = right, left
+    dw = gemm(left[0], right[0], left[1], right[1], dtype)
+    return dw if dw.shape == weight.shape else dw[: weight.shape[0], : weight.shape[1]]
+
+
+def stored_gradient(dw: Tensor, weight: Tensor, gemms: Gemms) -> Tensor:
+    """`dw` as autograd is to see it: in FP8 if the weight is a ScaledTensor that wants it so."""
+    if isinstance(weight, ScaledTensor) and gemms.scale_gradient:
+        return scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"))
+    return dw.to(weight.dtype)  # (an FP16 gradient that overflows shows, so that a loss scale backs off)
+
+
+def weight_version(weight: Tensor) -> int | None:
+    """What `check_version` compares; None where there is none."""
+    return None if is_compiling() or weight.is_inference() else weight._version
+
+
+def check_version(weight: Tensor, version: int | None) -> None:
+    """Raises `RuntimeError` if `weight` was changed since forward."""
+    if version is not None and version != weight._version:
+        raise RuntimeError(
+            f"a weight of shape {tuple(weight.shape)} was changed in place between forward and backward "
+            f"(version {version}, now {weight._version}): run backward before the optimizer steps"
+        )
 
 
 def gemm(

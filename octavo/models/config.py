@@ -80,6 +80,8 @@ class TransformerConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it. "selective": what lies between linear layers and costs no GEMM of theirs,
     attention with its rotation and SwiGLU's product. "full": each block, from its input."""
+    fused: bool = False
+    """Run blocks whose layers are converted through kernels that write FP8 themselves (`octavo.linear.fused`)."""
 
     def __post_init__(self) -> None:
         if self.dialect not in ("gpt", "llama"):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from octavo import kernels
 from octavo.models.config import RopeScaling, TransformerConfig
 
 ATTENTION_BACKENDS = [
@@ -96,6 +98,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+class _Rotary(torch.autograd.Function):
+    """`rotate` of the first heads of a tensor [B, T, heads, D], in one pass: see `octavo.kernels.rotary`."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.rotated = rotated
+        return kernels.rotary(heads, cos, sin, rotated)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return kernels.rotary(gradients[0], cos, sin, ctx.rotated, backward=True), None, None, None
+
+
 def document_places(documents: Tensor) -> tuple[Tensor, Tensor]:
     """Where tokens stand in their documents, int64 [B, T] from 0, and which others each one sees, bool [B, 1, T, T].
 
@@ -132,19 +149,23 @@ class Attention(nn.Module):
         self.n_heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
         self.rotary = config.positions == "rotary"
         self.recompute = config.recompute == "selective"
+        self.fused = config.fused
         self.qkv = Linear(config.dim, (self.n_heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.out = Linear(config.attention_width, config.dim, bias=config.out_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B, T, C] → [B, T, C]; a token sees those before it, or those that `mask` bool [B, 1, T, T] lets it see."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        y = forgetful(self._again, heads, cos, sin, mask) if self.recompute else self.attend(heads, cos, sin, mask)
-        return self.out(y)
+        return self.out(self.attend(self.qkv(x).unflatten(-1, (-1, self.head_dim)), cos, sin, mask))
 
     def attend(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Queries, keys and values [B, T, H + 2·G, D] → what the heads read, [B, T, H·D]."""
+        return forgetful(self._again, heads, cos, sin, mask) if self.recompute else self._attend(heads, cos, sin, mask)
+
+    def _attend(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        if self.rotary and self.fused:
+            heads = _Rotary.apply(heads, cos, sin, self.n_heads + self.kv_heads)
         q, k, v = heads.split((self.n_heads, self.kv_heads, self.kv_heads), dim=-2)
-        if self.rotary:
+        if self.rotary and not self.fused:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.kv_heads != self.n_heads
         if grouped and mask is not None:  # the memory-efficient kernel, which takes a mask, knows no groups
@@ -161,9 +182,9 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(-2)
 
     def _again(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """`attend`; backward runs it outside of the context that chose the kernel. (While compiling, the kernel is chosen once.)"""
+        """`_attend`; backward runs it outside of the context that chose the kernel. (While compiling, the kernel is chosen once.)"""
         with nullcontext() if is_compiling() else best_attention(heads.device):
-            return self.attend(heads, cos, sin, mask)
+            return self._attend(heads, cos, sin, mask)
 
 
 class GELUFeedForward(nn.Module):

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.convert import convert
 from octavo.models.config import TransformerConfig
+from octavo.models.fused import FusedBlock
 from octavo.models.layers import Block, Linear, best_attention, document_places, make_norm, rotary_table
 from octavo.models.loss import IGNORE, chunk_loss, linear_cross_entropy
 from octavo.recipe import Recipe
@@ -39,7 +40,8 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.padded_vocab_size, config.dim)
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_seq_len, config.dim) if learned else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        block = FusedBlock if config.fused else Block
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layers))
         self.norm = make_norm(config)
         self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.padded_vocab_size, bias=False)
         self._chunk_loss = chunk_loss

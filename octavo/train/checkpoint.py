@@ -42,7 +42,7 @@ TEMPORARY = ".tmp-"
 FIXED = ("recipe", "model", "data", "seed")
 """Groups of the config that a resumed run may not change: they decide what the tensors and the data position mean."""
 FINGERPRINT = "data.fingerprint"
-FREE = ("recipe.name", "model.recompute", "data.cache", "data.path")
+FREE = ("recipe.name", "model.recompute", "model.fused", "data.cache", "data.path")
 """Settings within those groups that change nothing; the text itself is compared by its fingerprint, not its path."""
 
 

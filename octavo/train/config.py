@@ -47,6 +47,8 @@ class ModelConfig:
     """Compute precision of everything that the recipe does not name."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: attention and SwiGLU's product, or each block from its input."""
+    fused: bool = False
+    """Norms, activations and rotations of converted blocks as kernels that write FP8 themselves."""
 
     DECIDED_BY_FROM: ClassVar[tuple[str, ...]] = (
         "dialect",

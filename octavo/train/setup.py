@@ -58,6 +58,7 @@ def model_config(config: TrainConfig, vocab_size: int, source: Checkpoint | None
         max_seq_len=config.data.seq_len,
         dtype=DTYPES[model.dtype],
         recompute=model.recompute,
+        fused=model.fused,
     )
 
 

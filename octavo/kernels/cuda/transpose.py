@@ -39,9 +39,9 @@ def tile(program, tiles_k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 def as_fp8(y, MANTISSA_BITS: tl.constexpr):
     """`y` (FP32, saturated) rounded to E4M3 or E5M2.
 
-    Four codes at a time leave one instruction as one word. Where Triton converts by itself, ptxas 12.8 and 12.9 join the halves of a word for
-    the row-major store and forget that the transposed one reads them too: its bytes then come from the register of the stack pointer
-    (triton#11111; seen on an H200 for FP32 input and for matrices with padding).
+    Four codes at a time leave one instruction as one word. Where Triton converts by itself, ptxas 12.8 and 12.9 join halves of a word for
+    the row-major store and forget that the transposed one reads them too: its bytes are then those of the stack pointer (triton#11111;
+    seen on an H200 for FP32 input and for matrices with padding).
     """
     if INTERPRETED:
         if MANTISSA_BITS == 3:

@@ -1,0 +1,209 @@
+"""FP8 layers with what surrounds them: a norm before, an activation between, the residual sum after, each as one autograd function.
+
+    norm_linear     y = norm(x) · wᵀ + b
+    feed_forward    y = x + act(norm(x) · w₁ᵀ + b₁) · w₂ᵀ + b₂
+
+On their own, norms and activations write BF16 that a cast reads twice, for its maximum and for its codes. Here their kernels write
+the codes (`octavo.kernels.norm`, `octavo.kernels.activation`), so that the norm of x, act(h) and the gradient of h exist in FP8 only. In
+bytes an element of the GEMM's operand, read and written beside the codes: norm 8 → 4, GELU 8 → 4, its gradient 12 → 8; the sum of the
+columns of an output gradient, for a bias, costs nothing (`kernels.quantize`), and the gradient of the residual joins that of the norm.
+
+Saved for backward: x, two numbers a row, the transposed codes of both operands and h in the compute dtype, as without fusion. With
+`recompute`, the codes of act(h) are made again from h: 1 byte an element for a pass of 3 bytes.
+
+A region between two matrices is one function because a gradient in FP8 cannot pass between two: autograd would want it in the dtype of the
+output. Legend as in `octavo.linear.gemm`; operands have scales of their own, so a layer with delayed scaling is not for these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+
+from octavo import kernels
+from octavo.linear.gemm import Gemms, check_version, dgrad, fprop, stored_gradient, weight_version, wgrad
+from octavo.linear.module import FP8Linear
+from octavo.linear.operand import Operand, cast_and_sum, release_operand, weight_operand
+from octavo.recipe import Recipe
+
+Norm = nn.LayerNorm | nn.RMSNorm
+
+
+def can_fuse(*layers: nn.Linear) -> bool:
+    """Whether all `layers` are converted, scale each tensor by itself, and count nothing at the moment."""
+    return all(
+        isinstance(layer, FP8Linear)
+        and not layer.input_first
+        and layer.recipe.scaling == "current"
+        and layer.stats is None
+        for layer in layers
+    )
+
+
+def norm_linear(x: Tensor, norm: Norm, layer: nn.Linear) -> Tensor:
+    """layer(norm(x)) of x [M, K], as [M, N] in the dtype of x; M is at least 1."""
+    return _NormLinear.apply(
+        x, norm.weight, _bias(norm), layer.weight, layer.bias, _centered(norm, x), _gemms(layer, x)
+    )
+
+
+def feed_forward(x: Tensor, norm: Norm, up: nn.Linear, out: nn.Linear, kind: str, *, recompute: bool = False) -> Tensor:
+    """x + out(act(up(norm(x)))) of x [M, K], in the dtype of x; M is at least 1. `kind` as in `kernels.activation_cast`."""
+    tensors = (x, norm.weight, _bias(norm), up.weight, up.bias, out.weight, out.bias)
+    return _FeedForward.apply(*tensors, _centered(norm, x), kind, _gemms(up, x), _gemms(out, x), recompute)
+
+
+def _bias(norm: Norm) -> Tensor | None:
+    return norm.bias if isinstance(norm, nn.LayerNorm) else None
+
+
+def _centered(norm: Norm, x: Tensor) -> tuple[float, bool]:
+    """(eps, whether the mean is subtracted)."""
+    eps = norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
+    return eps, isinstance(norm, nn.LayerNorm)
+
+
+def _gemms(layer: nn.Linear, x: Tensor) -> Gemms:
+    assert isinstance(layer, FP8Linear)
+    if not is_compiling():
+        layer.watch_gradient()
+    return Gemms(layer.recipe, x.dtype, False, layer.gradient_format is not None)
+
+
+def _cast_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, how: tuple[float, bool], col: bool
+) -> tuple[Operand, Tensor | None, Tensor]:
+    """(operand of norm(x), mean, rstd)."""
+    fmt = recipe.input
+    assert fmt is not None
+    mean, rstd, amax = kernels.norm_stats(x, weight, bias, how[0], centered=how[1])
+    scale = kernels.scale_from_amax(amax, fmt.max, recipe.power_of_two)
+    codes, codes_t, _ = kernels.norm_cast(x, weight, bias, mean, rstd, scale, fmt.dtype, col=col)
+    return Operand(codes, codes_t, *kernels.visible_scale(scale, amax, None)), mean, rstd
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        how: tuple[float, bool],
+        gemms: Gemms,
+    ) -> Tensor:
+        operand, mean, rstd = _cast_norm(x, norm_weight, norm_bias, gemms.recipe, how, ctx.needs_input_grad[3])
+        ctx.gemms, ctx.weight, ctx.version = gemms, weight, weight_version(weight)
+        ctx.save_for_backward(x, norm_weight, mean, rstd, operand.codes_t, operand.inverse)
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
+        return _product(operand, weight, bias, gemms, x.shape[0], any(ctx.needs_input_grad))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm_weight, mean, rstd, codes_t, inverse = ctx.saved_tensors
+        check_version(ctx.weight, ctx.version)
+        recipe, needs = ctx.gemms.recipe, ctx.needs_input_grad
+        operand, db = cast_and_sum(
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], needs[4], None, False, None, None
+        )
+        dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
+        dw = _weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
+        _release(ctx.weight, needs[3])
+        dx, dgain, dshift = kernels.norm_backward(dn, x, norm_weight, mean, rstd, None)
+        return dx, dgain.to(norm_weight.dtype), _to(dshift, ctx.dtypes[0]), dw, _to(db, ctx.dtypes[1]), None, None
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        how: tuple[float, bool],
+        kind: str,
+        up: Gemms,
+        out: Gemms,
+        recompute: bool,
+    ) -> Tensor:
+        needs, m = ctx.needs_input_grad, x.shape[0]
+        n, mean, rstd = _cast_norm(x, norm_weight, norm_bias, up.recipe, how, needs[3])
+        h = _product(n, w1, b1, up, m, any(needs))
+        fmt = out.recipe.input
+        assert fmt is not None
+        amax = kernels.activation_amax(h, kind)
+        scale = kernels.scale_from_amax(amax, fmt.max, out.recipe.power_of_two)
+        codes, codes_t, _ = kernels.activation_cast(h, kind, scale, fmt.dtype, col=needs[5] and not recompute)
+        a = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, None))
+        ctx.gemms, ctx.weights = (up, out), (w1, w2)
+        ctx.versions = [weight_version(w) for w in (w1, w2)]
+        ctx.kind = kind
+        ctx.save_for_backward(x, norm_weight, mean, rstd, n.codes_t, n.inverse, h, a.codes_t, a.inverse, scale)
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, b1, b2)]
+        return _product(a, w2, b2, out, m, any(needs)).add_(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm_weight, mean, rstd, n_codes_t, n_inverse, h, a_codes_t, a_inverse, a_scale = ctx.saved_tensors
+        (w1, w2), (up, out), needs, kind = ctx.weights, ctx.gemms, ctx.needs_input_grad, ctx.kind
+        for weight, version in zip(ctx.weights, ctx.versions, strict=True):
+            check_version(weight, version)
+        recipe = out.recipe
+        operand, db2 = cast_and_sum(
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[5], needs[6], None, False, None, None
+        )
+        da = dgrad(operand, w2, out, (x.shape[0], w2.shape[1]), x.dtype)
+        dw2 = None
+        if needs[5]:
+            if a_codes_t is None:
+                a_codes_t = kernels.activation_cast(h, kind, a_scale, recipe.input.dtype, row=False)[1]
+            dw2 = _weight_gradient(operand, a_codes_t, a_inverse, w2, out)
+        _release(w2, needs[5])
+        fmt = up.recipe.grad_output
+        assert fmt is not None
+        amax = kernels.activation_backward_amax(da, h, kind)
+        scale = kernels.scale_from_amax(amax, fmt.max, up.recipe.power_of_two)
+        codes, codes_t, _, db1 = kernels.activation_backward_cast(
+            da, h, kind, scale, fmt.dtype, col=needs[3], bias_sum=needs[4]
+        )
+        operand = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, None))
+        dn = dgrad(operand, w1, up, x.shape, x.dtype)
+        dw1 = _weight_gradient(operand, n_codes_t, n_inverse, w1, up) if needs[3] else None
+        _release(w1, needs[3])
+        dx, dgain, dshift = kernels.norm_backward(dn, x, norm_weight, mean, rstd, dy)
+        norm_dtype, b1_dtype, b2_dtype = ctx.dtypes
+        gradients = (dx, dgain.to(norm_weight.dtype), _to(dshift, norm_dtype), dw1, _to(db1, b1_dtype), dw2)
+        return *gradients, _to(db2, b2_dtype), None, None, None, None, None
+
+
+def _product(x: Operand, weight: Tensor, bias: Tensor | None, gemms: Gemms, m: int, backward: bool) -> Tensor:
+    """x · wᵀ + bias, [m, N]; a backward to come finds the transposed codes of the weight made, but for one that is compiled."""
+    recipe, keep = gemms.recipe, backward and not is_compiling()
+    assert recipe.weight is not None
+    w = weight_operand(weight, recipe.weight, power_of_two=recipe.power_of_two, col=keep)
+    return fprop(x, w, bias, gemms, (m, weight.shape[0]))
+
+
+def _weight_gradient(dy: Operand, x_codes_t: Tensor, x_inverse: Tensor, weight: Tensor, gemms: Gemms) -> Tensor:
+    return stored_gradient(wgrad(dy, x_codes_t, x_inverse, weight, gemms), weight, gemms)
+
+
+def _release(weight: Tensor, has_gradient: bool) -> None:
+    if not is_compiling() and (has_gradient or not weight.requires_grad):
+        release_operand(weight)
+
+
+def _to(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if x is None or dtype is None else x.to(dtype)

@@ -1,0 +1,167 @@
+"""Fused blocks compute what the separate layers do, in every dialect, storage and mode; where they cannot, those layers run."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.linear.stats import collect_stats
+from octavo.models import Transformer, TransformerConfig
+from octavo.recipe import O1, O2, Recipe
+
+DIALECTS = ("gpt", "llama")
+
+
+def model(dialect: str, recipe: str | Recipe | None, seed: int, **options) -> Transformer:
+    shape = {"dim": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 256, "max_seq_len": 48, "ffn_dim": 144}
+    built = Transformer.build(TransformerConfig(dialect, **{**shape, **options}), recipe, seed=seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():  # parameters of norms as training leaves them
+        for name, parameter in built.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return built
+
+
+def batch(tokens: int = 33) -> Tensor:
+    return torch.randint(256, (2, tokens))
+
+
+def gradients(model: Transformer, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, real gradients by name)."""
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return loss.detach(), {
+        name: (p.grad.dequantize() if hasattr(p.grad, "codes") else p.grad).float()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2", "paper-3"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_as_close_to_fp32_as_separate_layers(dialect, recipe, seed):
+    tokens = batch()
+    exact, wanted = gradients(model(dialect, None, seed, dtype=torch.float32), tokens)
+    (plain, separate), (loss, fused) = (gradients(model(dialect, recipe, seed, fused=f), tokens) for f in (False, True))
+    assert abs(loss - exact) <= 1.5 * abs(plain - exact) + 2e-3
+    assert fused.keys() == separate.keys() == wanted.keys()
+    errors = torch.tensor([[error(fused[name], wanted[name]), error(separate[name], wanted[name])] for name in wanted])
+    assert (errors[:, 0] <= 1.3 * errors[:, 1] + 0.01).all()
+    assert errors[:, 0].mean() <= 1.1 * errors[:, 1].mean()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_in_fp32_nothing_but_last_bits_differs(dialect, seed):
+    """The fused kernels round to the compute dtype first: where that is exact, so is the rest, but for codes on an edge."""
+    tokens = batch()
+    (plain, separate), (loss, fused) = (
+        gradients(model(dialect, "O1", seed, fused=f, dtype=torch.float32), tokens) for f in (False, True)
+    )
+    assert abs(loss - plain) < 1e-3
+    assert all(error(fused[name], separate[name]) < 0.02 for name in separate)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_recomputation_changes_no_bit(dialect, recompute, seed):
+    tokens = batch()
+    (one, wanted), (other, got) = (
+        gradients(model(dialect, "O2", seed, fused=True, recompute=r), tokens) for r in ("none", recompute)
+    )
+    assert torch.equal(one, other)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_micro_batches_add_up(dialect, seed):
+    tokens = batch()
+    once = model(dialect, "O1", seed, fused=True)
+    twice = model(dialect, "O1", seed, fused=True)
+    _, wanted = gradients(once, tokens)
+    gradients(twice, tokens)
+    _, got = gradients(twice, tokens)
+    assert all(error(got[name], 2 * wanted[name]) < 0.02 for name in wanted)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_frozen_weights_get_no_gradient_and_change_no_other(dialect, seed):
+    tokens = batch()
+    free, partly = (model(dialect, "O2", seed, fused=True) for _ in range(2))
+    frozen = [n for n, p in partly.named_parameters() if "qkv.weight" in n or "ffn.out.weight" in n]
+    for name in frozen:
+        partly.get_parameter(name).requires_grad_(False)
+    _, wanted = gradients(free, tokens)
+    _, got = gradients(partly, tokens)
+    assert wanted.keys() - got.keys() == set(frozen) != set()
+    assert all(torch.equal(got[name], wanted[name]) for name in got)
+
+
+def test_nonfinite_activations_stay_visible(seed):
+    broken = model("gpt", "O2", seed, fused=True)
+    with torch.no_grad():
+        broken.blocks[0].ffn_norm.bias[3] = torch.inf
+    loss, grads = gradients(broken, batch())
+    assert loss.isnan() and grads["blocks.0.attention.qkv.weight"].isnan().all()
+
+
+def test_a_weight_changed_before_backward_is_an_error(seed):
+    one = model("gpt", "O2", seed, fused=True)
+    tokens = batch()
+    loss = one(tokens[:, :-1], tokens[:, 1:])
+    with torch.no_grad():
+        one.blocks[1].ffn.up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_compiles_as_one_graph(dialect, seed):
+    tokens = batch()
+    (plain, wanted), (loss, got) = (gradients(one, tokens) for one in compiled_pair(dialect, seed))
+    assert abs(plain - loss) < 2e-3
+    assert all(error(got[name], wanted[name]) < 0.15 for name in wanted)
+
+
+def compiled_pair(dialect: str, seed: int) -> list[Transformer]:
+    eager, traced = (model(dialect, "O2", seed, fused=True) for _ in range(2))
+    for block in traced.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    return [eager, traced]
+
+
+def norms_run(monkeypatch) -> list[str]:
+    """Names of the fused kernels that run from now on."""
+    names: list[str] = []
+    for name in ("norm_stats", "activation_amax", "rotary"):
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, _f=function, _n=name, **k: names.append(_n) or _f(*a, **k))
+    return names
+
+
+@pytest.mark.parametrize("recipe", [dataclasses.replace(O1, scaling="delayed"), None])
+def test_layers_that_cannot_be_fused_run_alone(recipe, seed, monkeypatch):
+    tokens = batch()
+    (one, wanted), (other, got) = (
+        gradients(model("gpt", recipe, seed, fused=f, positions="learned"), tokens) for f in (False, True)
+    )
+    assert torch.equal(one, other) and all(torch.equal(got[name], wanted[name]) for name in wanted)
+    names = norms_run(monkeypatch)
+    gradients(model("gpt", recipe, seed, fused=True), tokens)
+    assert set(names) <= {"rotary"}
+
+
+def test_counting_casts_runs_layers_alone(seed, monkeypatch):
+    counted = model("gpt", O2, seed, fused=True)
+    names = norms_run(monkeypatch)
+    with collect_stats(counted) as stats:
+        gradients(counted, batch())
+    assert set(names) <= {"rotary"} and stats
+    gradients(counted, batch())
+    assert {"norm_stats", "activation_amax"} < set(names)
