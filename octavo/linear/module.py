@@ -91,7 +91,7 @@ class FP8Linear(nn.Linear):
         elif self.training and backward:
             for _, scaling in self._scalings():
                 scaling.expect_record()
-        flat, device = x.reshape(-1, k), x.device.type
+        flat, device = x if x.dim() == 2 else x.reshape(-1, k), x.device.type
         gemms = Gemms(
             self.recipe,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
@@ -102,7 +102,8 @@ class FP8Linear(nn.Linear):
         )
         x_operand = self._input_operand(x, flat, wgrad=backward and weight.requires_grad, record=backward)
         w_operand = self._weight_operand(weight, dgrad=backward and x.requires_grad)
-        return LinearFunction.apply(flat, weight, self.bias, x_operand, w_operand, gemms).reshape(*x.shape[:-1], n)
+        y = LinearFunction.apply(flat, weight, self.bias, x_operand, w_operand, gemms)
+        return y if flat is x else y.reshape(*x.shape[:-1], n)
 
     def _input_operand(self, x: Tensor, flat: Tensor, wgrad: bool, record: bool) -> Operand:
         """The operand of the input; its transpose only for wgrad. Only a forward with gradients counts for later scales."""

@@ -49,9 +49,9 @@ class Launcher:
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(programs, tensors, *scalars)
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        key = (device, scalars, *dtypes, *[None if pointer is None else pointer % 16 for pointer in pointers])
+        key = (device, scalars, *dtypes, *[pointer % 16 for pointer in pointers])
         compiled = self._compiled.get(key)
         if compiled is not None:
             run, function, metadata = compiled
