@@ -1,14 +1,13 @@
 """LayerNorm and RMSNorm that write FP8: what a linear layer reads of the norm before it, without the norm in between.
 
-A norm in BF16 reads x and writes y, then the cast of y reads it twice, for its largest value and for the codes: 2 + 2 + 2 + 2 bytes an
-element read and written before the two that a linear layer keeps. Here y exists in registers only. Two reads of x are left with a
-scale of its own (`norm_stats` finds the largest |y| on its way, `norm_cast` writes the codes), because the largest value of the whole
-matrix is needed before its first code; a scale from the past, which needs only row statistics, would save no read either, as a
-program that writes transposed codes holds part of many rows and cannot know their sums.
+A norm in BF16 reads x and writes y, and the cast of y reads that twice, for its largest value and for the codes: 8 bytes an element,
+before the two that a linear layer keeps. Here y exists in registers only, and 4 bytes are left: `norm_stats` reads x for the statistics
+of its rows and the largest |y|, `norm_cast` for the codes. A scale from the past saves neither read, for a program that writes
+transposed codes holds a part of many rows, and not their sums.
 
-Rejected: storing y and casting it (4 bytes an element more), and saving n = (x - mean) · rstd for backward instead of x (2 bytes more,
-for x is the residual stream, which lives anyway). Saved are x and 4 or 8 bytes a row. y is rounded to the dtype of x before it is
-cast, so that the codes are those of the separate operations.
+Saved for backward are x and 4 or 8 bytes a row. n = (x - mean) · rstd would save backward a subtraction and a product, and cost 2
+bytes an element, for x, the residual stream, lives anyway. y is rounded to the dtype of x before it is cast, so that the codes are
+those of the separate operations.
 
 `mean` is None for RMSNorm throughout. weight and bias [K] are of any float and are read as they are, not rounded to the dtype of x.
 """

@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
 SHAPES = [(m, k) for m in (0, 1, 2, 15, 16, 17) for k in (1, 2, 15, 16, 17, 257)] + [(257, 33)]
-SHAPES += [(256, 384), (512, 768), (300, 1000), (7, 5120), (5, 8192), (5, 8193), (3, 16_384), (2, 20_000)]
+SHAPES += [(256, 384), (512, 768), (100, 1000), (7, 5120), (5, 8192), (5, 8193), (3, 16_384), (2, 20_000)]
 SHAPES += [] if INTERPRETED else [(16_384, 4096), (5000, 8192), (3000, 12_288)]
 centered_or_not = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
 
@@ -121,7 +121,7 @@ def test_norm(cuda, shape, centered, seed):
 @centered_or_not
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(17, 33), (128, 64), (6, 8200)], ids=str)
+@pytest.mark.parametrize("shape", [(17, 33), (128, 64)] + ([] if INTERPRETED else [(40, 16_384)]), ids=str)
 def test_dtypes(cuda, shape, weight_dtype, dtype, centered, seed):
     x, weight, bias = inputs(*shape, centered, dtype)
     weight, bias = weight.to(weight_dtype), None if bias is None else bias.to(weight_dtype)
@@ -134,7 +134,7 @@ def test_dtypes(cuda, shape, weight_dtype, dtype, centered, seed):
 
 
 @centered_or_not
-@pytest.mark.parametrize("shape", [(33, 50), (6, 8200)], ids=str)
+@pytest.mark.parametrize("shape", [(33, 50), (6, 600)], ids=str)
 def test_views(cuda, shape, centered, seed):
     x, weight, bias = inputs(*shape, centered)
     gradient = torch.randn(shape, device=DEVICE).to(x.dtype)
@@ -148,7 +148,7 @@ def test_views(cuda, shape, centered, seed):
 
 
 @centered_or_not
-@pytest.mark.parametrize("shape", [(20, 40), (128, 64), (3, 8200)], ids=str)
+@pytest.mark.parametrize("shape", [(20, 40), (128, 64), (3, 600)], ids=str)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_values_that_are_not_finite_show(cuda, value, shape, centered, seed):
     x, weight, bias = inputs(*shape, centered)
@@ -198,10 +198,8 @@ def test_compiled_equals_eager_in_one_graph(centered, seed):
 
     compiled = torch.compile(step, fullgraph=True)
     for shape in ((100, 96), (257, 80)):
-        for got, want in zip(compiled(*inputs(*shape, centered)[:3]), step(*inputs(*shape, centered)[:3]), strict=True):
-            assert (got is None) == (want is None)
-        one = inputs(*shape, centered)
-        for got, want in zip(compiled(*one), step(*one), strict=True):
+        tensors = inputs(*shape, centered)
+        for got, want in zip(compiled(*tensors), step(*tensors), strict=True):
             assert got is want is None or torch.equal(got.float(), want.float())
 
 
