@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.cuda.numerics import flushed_count, magnitude_bits, saturate, saturated_count
-from octavo.kernels.cuda.transpose import as_fp8
+from octavo.kernels.cuda.transpose import INTERPRETED, as_fp8
 from octavo.kernels.reference.activation import CUBIC, SLOPE
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -31,7 +31,6 @@ EXPONENT = tl.constexpr(-SLOPE * math.log2(math.e))
 EXPONENT_CUBIC = tl.constexpr(-SLOPE * CUBIC * math.log2(math.e))
 TWICE_U = tl.constexpr(SLOPE)
 TWICE_U_CUBIC = tl.constexpr(3 * SLOPE * CUBIC)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -199,7 +198,7 @@ def _store(
         y = tl.where(inside, y, 0.0)
     if stats_ptr is not None:
         tl.atomic_add(stats_ptr, tl.sum(tl.sum(saturated_count(y, MAX), 1), 0).to(tl.int64))
-    if INTERPRETED:  # The device's conversion saturates by itself.
+    if INTERPRETED:  # (The device's conversion saturates by itself.)
         y = saturate(y, MAX)
     codes = as_fp8(y, MANTISSA_BITS)
     if stats_ptr is not None:
