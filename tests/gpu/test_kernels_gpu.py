@@ -206,7 +206,7 @@ def check_quantize(cuda, x: torch.Tensor, fmt: Format, unit: torch.Tensor | None
 
 def check_column_sum(sums: torch.Tensor, x: torch.Tensor) -> None:
     """No term takes part in more additions than this, each wrong by at most 2^-24 of the sum of magnitudes."""
-    depth = len(x) / 16 + len(x) / 64 + 17
+    depth = len(x) / 8 + len(x) / 32 + 15
     assert sums.dtype == torch.float32 and sums.shape == x.shape[1:]
     exact, bound = x.double().sum(0), x.double().abs().sum(0) * depth * 2.0**-24
     finite = exact.isfinite()

@@ -2,15 +2,15 @@
 
 Done apart, current scaling of an operand is an amax, a scale from it, a cast, `where(isfinite)` and a reciprocal for the GEMM, and in
 backward a sum of columns for the bias: 9 launches and up to three reads of the tensor. Of these only the amax must come first. The
-kernels here take the largest part themselves, each program for itself (4 KB from the cache), so scale, its reciprocal, codes and
+kernels here take the largest part themselves, each program for itself (2 KB from the cache), so scale, its reciprocal, codes and
 their transpose come from the second read: 2 + 2 bytes an element of BF16 read, 1 + 1 written. Tiles are taken last to first, because the
 end of the tensor is what the first read left in the cache. Nothing here saturates by itself: a scale of its own leaves only
 infinities to saturate, and the conversion to FP8 (cvt.rn.satfinite) does that.
 
-Column sums come from the first read, which has arithmetic and registers to spare; in the second they took the cast from 128 registers
-a thread to 200, and so from two blocks on a multiprocessor to one. They are FP32 and deterministic: each program stores those of its
-rows, and a second step adds them in a fixed order, where atomics would add in any. No sum of M rows is more than M/16 + M/64 + 17
-roundings deep, and none at 16,384 x 4,096 more than 64.
+Column sums come from the first read, which has arithmetic and registers to spare; in the second they took the cast from 64 registers
+a thread to 106, and so from four blocks on a multiprocessor to two. They are FP32 and deterministic: each program stores those of its
+rows, and a second step adds them in a fixed order, where atomics would add in any. No sum of M rows is more than M/8 + M/32 + 15
+roundings deep, and none at 16,384 x 4,096 more than 82.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from octavo.kernels.cuda.transpose import as_fp8, geometry, store_tile, tile
 
 TILE_M, TILE_K = 64, 128
 """Tile of the cast: half of the one of `cast_transpose`, for 64 registers a thread and so four blocks on a multiprocessor."""
-ROWS, COLUMNS = 16, 256
+ROWS, COLUMNS = 8, 256
 """Tile of the column sums."""
 ROUNDS = 4
 
