@@ -112,7 +112,7 @@ def _cast_kernel(
     """
     program = tl.program_id(0)
     tile = (program // tiles_k).to(tl.int64)
-    # In the order that `_store` wants.
+    # In the order of rows that `_store` transposes by words.
     index = tl.arange(0, TILE_M)
     m = tile * TILE_M + index % (TILE_M // REPEAT) * REPEAT + index // (TILE_M // REPEAT)
     k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
@@ -126,11 +126,12 @@ def _cast_kernel(
     y = _rounded(y, x_ptr.dtype.element_ty)
     if not WHOLE:
         y = tl.where(inside, y, 0.0)
+    largest = _flat_max(magnitude_bits(y))  # here, not below, where it would keep y in registers
     _store(
         y, inside, tile, m, k, k_padded, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, None,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
     )  # fmt: skip
-    tl.atomic_max(amax_ptr, _flat_max(magnitude_bits(y)), sem="relaxed")
+    tl.atomic_max(amax_ptr, largest, sem="relaxed")
 
 
 _launch_cast = Launcher(_cast_kernel, num_warps=4, enable_fp_fusion=False)
