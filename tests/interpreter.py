@@ -1,7 +1,8 @@
 """Triton kernels on CPU: `TRITON_INTERPRET=1 pytest tests/gpu` runs them in Triton's interpreter, if Triton is installed.
 
 The interpreter converts floats wrongly (BF16 truncates, FP8 loses NaN and rounds some values twice), so its conversion is replaced by
-PyTorch's, which is the hardware's; then even the interpreted kernels have to equal their references bit for bit.
+PyTorch's, which is the hardware's but for saturation: Triton converts to FP8 by `cvt.rn.satfinite`, infinities included. Then even the
+interpreted kernels have to equal their references bit for bit.
 """
 
 import os
@@ -27,7 +28,11 @@ def convert_exactly() -> None:
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
     def convert(data, source, target, rounding):
-        x = torch.from_numpy(data.copy()).view(dtypes[source]).to(dtypes[target])
+        x = torch.from_numpy(data.copy()).view(dtypes[source])
+        if dtypes[target].itemsize == 1:
+            largest = torch.finfo(dtypes[target]).max
+            x = x.float().clamp(-largest, largest)
+        x = x.to(dtypes[target])
         return x.view(words[x.itemsize]).numpy()
 
     interpreter._convert_float = convert
