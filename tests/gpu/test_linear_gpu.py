@@ -34,7 +34,7 @@ def test_a_captured_step_gives_the_same_bits(recipe, seed):
         step(layer, x, dy)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         results = step(layer, x, dy)
     for factor in (1.0, 1e-3, 100.0):
         with torch.no_grad():
@@ -66,8 +66,8 @@ def test_a_step_takes_few_kernels(recipe, seed):
         step(layer, x, dy)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    # cuBLASLt may split a GEMM in two, or clear its workspace
-    assert len(names) <= 13 + 3, names
+    # cuBLASLt may split a GEMM into parts and their sum, and clear its workspace first
+    assert len(names) <= 13 + 2 * 3, names
 
 
 def test_layers_of_two_shapes_on_two_streams(seed):
