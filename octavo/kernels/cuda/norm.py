@@ -195,6 +195,7 @@ def norm_cast(
 
 
 def unfit(x: Tensor) -> bool:
+    """Whether the reference takes `x`."""
     return x.numel() == 0 or 1 in x.shape or x.shape[1] > MAX_COLUMNS
 
 
