@@ -22,8 +22,14 @@ import math
 import triton
 import triton.language as tl
 
-from octavo.kernels.cuda.numerics import flushed_count, magnitude_bits, saturate, saturated_count
-from octavo.kernels.cuda.transpose import INTERPRETED, as_fp8
+from octavo.kernels.cuda.numerics import (
+    INTERPRETED,
+    as_fp8,
+    flushed_count,
+    magnitude_bits,
+    saturate,
+    saturated_count,
+)
 from octavo.kernels.reference.activation import CUBIC, SLOPE
 
 LOG2_E = tl.constexpr(math.log2(math.e))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cuda.launch import on_device
-from octavo.kernels.cuda.numerics import GOLDEN, merge_e4m11, mix, random_bits, round_finite_stochastic
+from octavo.kernels.cuda.numerics import GOLDEN, merge_e4m11, mix, random_bits, round_finite_stochastic, rounded_to
 from octavo.kernels.cuda.tables import CHUNK, TRITON_DTYPES, aligned, chunk_table, pointer, tail_table, upload
 from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_DENOMINATOR, Operands, Scalars, UpdateFormats
 
@@ -302,6 +302,6 @@ def _round(
     """(values as FP32, codes) of y, within the range of the format, rounded stochastically by `word` or to nearest."""
     if STOCHASTIC and MANTISSA < 23:
         y = round_finite_stochastic(y, word, MANTISSA, EXPONENT, SIGNED)
-        return y, y.to(dtype)
-    codes = y.to(dtype)
+        return y, rounded_to(y, dtype)
+    codes = rounded_to(y, dtype)
     return codes.to(tl.float32), codes

@@ -21,6 +21,7 @@ from octavo.kernels.cuda.numerics import (
     magnitude_bits,
     random_bits,
     round_stochastic,
+    rounded_to,
     saturate,
     saturated_count,
 )
@@ -132,7 +133,7 @@ def _cast_kernel(
     y = saturate(y, MAX)
     if STOCHASTIC:
         y = round_stochastic(y, random_bits(start + lane + offset, tl.load(key_ptr)), MANTISSA_BITS, MIN_EXPONENT)
-    codes = y.to(codes_ptr.dtype.element_ty)
+    codes = rounded_to(y, codes_ptr.dtype.element_ty)
     if COUNT:
         tl.atomic_add(stats_ptr + 1, tl.sum(flushed_count(x, codes), 0).to(tl.int64))
     tl.store(codes_ptr + start + lane, codes, mask=valid)

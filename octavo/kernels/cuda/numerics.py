@@ -12,6 +12,7 @@ import triton.language as tl
 from octavo.formats import Format
 
 GOLDEN = tl.constexpr(0x9E3779B1)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def constants(fmt: Format) -> dict[str, float | int]:
@@ -38,6 +39,54 @@ def saturate(y, MAX: tl.constexpr):
     """`y` (FP32) clamped to [-MAX, MAX]; NaN stays."""
     y = tl.where(y > MAX, MAX, y)
     return tl.where(y < -MAX, -MAX, y)
+
+
+@triton.jit
+def as_fp8(y, MANTISSA_BITS: tl.constexpr):
+    """`y` (FP32, saturated) rounded to E4M3 or E5M2.
+
+    Four codes at a time leave one instruction as one word. Where Triton converts by itself, ptxas 12.8 and 12.9 join halves of a word for a
+    store and forget that others read them too, a transposed store or a maximum of what was stored: those then see other registers
+    (triton#11111, seen on an H200).
+    """
+    if INTERPRETED:
+        if MANTISSA_BITS == 3:
+            codes = y.to(tl.float8e4nv)
+        else:
+            codes = y.to(tl.float8e5)
+    elif MANTISSA_BITS == 3:
+        codes = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+            "mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [y],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        ).to(tl.float8e4nv, bitcast=True)
+    else:
+        codes = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; "
+            "mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [y],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        ).to(tl.float8e5, bitcast=True)
+    return codes
+
+
+@triton.jit
+def rounded_to(y, DTYPE: tl.constexpr):
+    """`y` (FP32, saturated) rounded to DTYPE, to nearest."""
+    if DTYPE == tl.float8e4nv:
+        codes = as_fp8(y, 3)
+    elif DTYPE == tl.float8e5:
+        codes = as_fp8(y, 2)
+    else:
+        codes = y.to(DTYPE)
+    return codes
 
 
 @triton.jit

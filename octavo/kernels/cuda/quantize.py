@@ -27,8 +27,8 @@ from octavo.kernels import reference
 from octavo.kernels.cuda.cast import MAX_PARTS, PROGRAMS, amax_parts, largest_part, scale_of
 from octavo.kernels.cuda.cast import TILE as FLAT_TILE
 from octavo.kernels.cuda.launch import Launcher
-from octavo.kernels.cuda.numerics import flushed_count, magnitude_bits, saturated_count
-from octavo.kernels.cuda.transpose import as_fp8, geometry, store_tile, tile
+from octavo.kernels.cuda.numerics import as_fp8, flushed_count, magnitude_bits, saturated_count
+from octavo.kernels.cuda.transpose import geometry, store_tile, tile
 
 TILE_M, TILE_K = 64, 128
 """Tile of the cast: half of the one of `cast_transpose`, for 64 registers a thread and so four blocks on a multiprocessor."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from octavo.formats import E4M3
-from octavo.kernels.cuda.numerics import merge_e4m11, saturate
+from octavo.kernels.cuda.numerics import as_fp8, merge_e4m11, saturate
 from octavo.kernels.cuda.tables import pointer
 from octavo.kernels.reference import reduce as reference
 from octavo.kernels.reference import reduce_scalars as scalars
@@ -95,7 +95,7 @@ def pack(
         if RESIDUAL:
             low = tl.load(residual_ptr + index, tl.full([TILE], has_residual, tl.int1), other=0)
             value = tl.where(value == value, merge_e4m11(x, low), value)
-        sent = saturate(value * factor, LARGEST_VALUE).to(tl.float8e4nv)
+        sent = as_fp8(saturate(value * factor, LARGEST_VALUE), 3)
         tl.store(packed_ptr + index, sent)
     for tile in range(whole * (TILE // REST), stop):
         index = _index(tile, REST)
@@ -104,7 +104,7 @@ def pack(
         if RESIDUAL:
             low = tl.load(residual_ptr + index, (index < numel) & has_residual, other=0)
             value = tl.where(value == value, merge_e4m11(x, low), value)
-        sent = tl.where(index < numel, saturate(value * factor, LARGEST_VALUE), 0.0).to(tl.float8e4nv)
+        sent = as_fp8(tl.where(index < numel, saturate(value * factor, LARGEST_VALUE), 0.0), 3)
         tl.store(packed_ptr + index, sent, index < span)
 
 
@@ -157,7 +157,7 @@ def cast_sum(
             index = _index(row, ROW, TILE)
             mask = index < stop.to(tl.int64) * ROW
             total = _sum(received_ptr, index, mask, count, WORLD, TILE)
-            tl.store(codes_ptr + index, saturate(total * gain, LARGEST_VALUE).to(tl.float8e4nv), mask)
+            tl.store(codes_ptr + index, as_fp8(saturate(total * gain, LARGEST_VALUE), 3), mask)
 
 
 @triton.jit(do_not_specialize=["world"])
@@ -267,13 +267,12 @@ def _sum(received_ptr, index, mask, count, WORLD: tl.constexpr, TILE: tl.constex
     each = count.to(tl.int64) * ROW
     total = tl.zeros([TILE], tl.float32)
     for begin in tl.static_range(0, WORLD, GROUP):
-        STOP: tl.constexpr = WORLD if WORLD < begin + GROUP else begin + GROUP
         group = tl.zeros([TILE], tl.float32)
         if WORLD <= UNROLLED_RANKS:  # so that all loads are under way together
-            for rank in tl.static_range(begin, STOP):
+            for rank in tl.static_range(begin, WORLD if WORLD < begin + GROUP else begin + GROUP):
                 group += tl.load(received_ptr + rank * each + index, mask, other=0.0).to(tl.float32)
         else:
-            for rank in range(begin, STOP):
+            for rank in range(begin, WORLD if WORLD < begin + GROUP else begin + GROUP):
                 group += tl.load(received_ptr + rank * each + index, mask, other=0.0).to(tl.float32)
         total += group
     return total

@@ -19,12 +19,11 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels import reference
 from octavo.kernels.cuda.launch import Launcher
-from octavo.kernels.cuda.numerics import flushed_count, magnitude_bits, saturate, saturated_count
+from octavo.kernels.cuda.numerics import as_fp8, flushed_count, magnitude_bits, saturate, saturated_count
 from octavo.kernels.reference import ALIGN
 
 TILE_M = 128
 TILE_K = 128
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -33,42 +32,6 @@ def tile(program, tiles_k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     m = (program // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     return m, k
-
-
-@triton.jit
-def as_fp8(y, MANTISSA_BITS: tl.constexpr):
-    """`y` (FP32, saturated) rounded to E4M3 or E5M2.
-
-    Four codes at a time leave one instruction as one word. Where Triton converts by itself, ptxas 12.8 and 12.9 join halves of a word for
-    the row-major store and forget that the transposed one reads them too: its bytes are then those of the stack pointer (triton#11111;
-    seen on an H200 for FP32 input and for matrices with padding).
-    """
-    if INTERPRETED:
-        if MANTISSA_BITS == 3:
-            codes = y.to(tl.float8e4nv)
-        else:
-            codes = y.to(tl.float8e5)
-    elif MANTISSA_BITS == 3:
-        codes = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-            "mov.b32 $0, {low, high}; }",
-            "=r,f,f,f,f",
-            [y],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        ).to(tl.float8e4nv, bitcast=True)
-    else:
-        codes = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; "
-            "mov.b32 $0, {low, high}; }",
-            "=r,f,f,f,f",
-            [y],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        ).to(tl.float8e5, bitcast=True)
-    return codes
 
 
 @triton.jit
