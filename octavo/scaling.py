@@ -19,6 +19,8 @@ All state is FP32 whatever the model's dtype, plain tensors, and of constant siz
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -81,9 +83,13 @@ class DelayedScaling:
 
     def scale(self, x: Tensor, max: float) -> Tensor:
         """The scale of `x` for a format with largest value `max`; FP32, 0-d. During the warm-up `x` is read."""
-        self._to(x.device)
-        amax = self.held if self.warm else delayed_amax(tensor_amax(x), self.held)
-        return scale_from_amax(amax, max, margin=self.margin)
+        return self.scale_of(lambda: tensor_amax(x), x.device, max)
+
+    def scale_of(self, amax: Callable[[], Tensor], device: torch.device, max: float) -> Tensor:
+        """`scale` of a tensor whose largest magnitude is `amax()`, which is called during the warm-up only."""
+        self._to(device)
+        held = self.held if self.warm else delayed_amax(amax(), self.held)
+        return scale_from_amax(held, max, margin=self.margin)
 
     def record(self, amax: Tensor) -> None:
         """Counts a maximum (FP32, 0-d) in the step that goes on; one that is not finite does not count."""

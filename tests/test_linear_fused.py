@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.linear import FP8Linear
 from octavo.linear.stats import collect_stats
 from octavo.models import Transformer, TransformerConfig
-from octavo.recipe import O1, O2, Recipe
+from octavo.recipe import O2, Recipe
 
 DIALECTS = ("gpt", "llama")
 
@@ -136,7 +137,7 @@ def compiled_pair(dialect: str, seed: int) -> list[Transformer]:
     return [eager, traced]
 
 
-def norms_run(monkeypatch) -> list[str]:
+def names_run(monkeypatch) -> list[str]:
     """Names of the fused kernels that run from now on."""
     names: list[str] = []
     for name in ("norm_stats", "activation_amax", "rotary"):
@@ -145,21 +146,65 @@ def norms_run(monkeypatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("recipe", [dataclasses.replace(O1, scaling="delayed"), None])
-def test_layers_that_cannot_be_fused_run_alone(recipe, seed, monkeypatch):
+DELAYED = dataclasses.replace(O2, name="delayed", scaling="delayed")
+
+
+def layers_of(one: Transformer) -> list[FP8Linear]:
+    return [layer for layer in one.modules() if isinstance(layer, FP8Linear)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_delayed_scales_follow_the_separate_layers(dialect, recompute, seed):
+    """Windows hold the maxima of the same tensors; after the warm-up no kernel looks for a maximum."""
+    separate, fused = (model(dialect, DELAYED, seed, fused=f, recompute=recompute) for f in (False, True))
+    for step in range(18):
+        tokens = batch()
+        (plain, _), (loss, _) = (gradients(one, tokens) for one in (separate, fused))
+        assert abs(plain - loss) < 0.02
+        for one in (separate, fused):
+            one.zero_grad()
+            for layer in layers_of(one):
+                layer.update_scaling()
+        for a, b in zip(layers_of(separate), layers_of(fused), strict=True):
+            for scaling in ("input_scaling", "grad_output_scaling"):
+                want, got = (getattr(layer, scaling).history[: step + 1] for layer in (a, b))
+                assert (got > 0).all() and (got / want).log2().abs().max() < 0.5
+    assert layers_of(fused)[0].input_scaling.warm
+
+
+def test_delayed_scales_need_no_maxima_when_warm(seed, monkeypatch):
+    warm = model("gpt", DELAYED, seed, fused=True)
+    for layer in layers_of(warm):
+        for scaling in (layer.input_scaling, layer.grad_output_scaling):
+            scaling.warmup = 0
+            scaling.warm = True
+            scaling.held.fill_(4.0)
+    names = names_run(monkeypatch)
+    gradients(warm, batch())
+    assert "norm_stats" in names and "activation_amax" not in names
+
+
+def test_evaluation_moves_no_window(seed):
+    still = model("gpt", DELAYED, seed, fused=True).eval()
+    with torch.no_grad():
+        still(batch())
+    assert not any(layer.input_scaling._recorded for layer in layers_of(still))
+
+
+def test_layers_that_are_not_converted_run_alone(seed, monkeypatch):
     tokens = batch()
-    (one, wanted), (other, got) = (
-        gradients(model("gpt", recipe, seed, fused=f, positions="learned"), tokens) for f in (False, True)
-    )
+    plain, fused = (model("gpt", None, seed, fused=f, positions="learned") for f in (False, True))
+    (one, wanted), (other, got) = (gradients(m, tokens) for m in (plain, fused))
     assert torch.equal(one, other) and all(torch.equal(got[name], wanted[name]) for name in wanted)
-    names = norms_run(monkeypatch)
-    gradients(model("gpt", recipe, seed, fused=True), tokens)
+    names = names_run(monkeypatch)
+    gradients(model("gpt", None, seed, fused=True), tokens)
     assert set(names) <= {"rotary"}
 
 
 def test_counting_casts_runs_layers_alone(seed, monkeypatch):
     counted = model("gpt", O2, seed, fused=True)
-    names = norms_run(monkeypatch)
+    names = names_run(monkeypatch)
     with collect_stats(counted) as stats:
         gradients(counted, batch())
     assert set(names) <= {"rotary"} and stats

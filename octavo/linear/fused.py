@@ -12,12 +12,15 @@ Saved for backward: x, two numbers a row, the transposed codes of both operands 
 `recompute`, the codes of act(h) are made again from h: 1 byte an element for a pass of 3 bytes.
 
 A region between two matrices is one function because a gradient in FP8 cannot pass between two: autograd would want it in the dtype of the
-output. Legend as in `octavo.linear.gemm`; operands have scales of their own, so a layer with delayed scaling is not for these.
+output. Legend as in `octavo.linear.gemm`. With delayed scaling the passes for maxima fall away as well, but `torch.compile` cannot trace
+a function that writes to the windows of the past in forward: then the layers run apart.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +28,22 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from octavo import kernels
+from octavo.formats import Format
 from octavo.linear.gemm import Gemms, check_version, dgrad, fprop, stored_gradient, weight_version, wgrad
 from octavo.linear.module import FP8Linear
 from octavo.linear.operand import Operand, cast_and_sum, release_operand, weight_operand
 from octavo.recipe import Recipe
+from octavo.scaling import DelayedScaling
 
 Norm = nn.LayerNorm | nn.RMSNorm
 
 
 def can_fuse(*layers: nn.Linear) -> bool:
-    """Whether all `layers` are converted, scale each tensor by itself, and count nothing at the moment."""
+    """Whether all `layers` are converted, count nothing at the moment, and scale as this module can."""
     return all(
         isinstance(layer, FP8Linear)
         and not layer.input_first
-        and layer.recipe.scaling == "current"
+        and (layer.recipe.scaling == "current" or not is_compiling())
         and layer.stats is None
         for layer in layers
     )
@@ -46,15 +51,15 @@ def can_fuse(*layers: nn.Linear) -> bool:
 
 def norm_linear(x: Tensor, norm: Norm, layer: nn.Linear) -> Tensor:
     """layer(norm(x)) of x [M, K], as [M, N] in the dtype of x; M is at least 1."""
-    return _NormLinear.apply(
-        x, norm.weight, _bias(norm), layer.weight, layer.bias, _centered(norm, x), _gemms(layer, x)
-    )
+    tensors = (x, norm.weight, _bias(norm), layer.weight, layer.bias)
+    return _NormLinear.apply(*tensors, _centered(norm, x), _gemms(layer, x), _past(layer))
 
 
 def feed_forward(x: Tensor, norm: Norm, up: nn.Linear, out: nn.Linear, kind: str, *, recompute: bool = False) -> Tensor:
     """x + out(act(up(norm(x)))) of x [M, K], in the dtype of x; M is at least 1. `kind` as in `kernels.activation_cast`."""
     tensors = (x, norm.weight, _bias(norm), up.weight, up.bias, out.weight, out.bias)
-    return _FeedForward.apply(*tensors, _centered(norm, x), kind, _gemms(up, x), _gemms(out, x), recompute)
+    gemms, past = (_gemms(up, x), _gemms(out, x)), (_past(up), _past(out))
+    return _FeedForward.apply(*tensors, _centered(norm, x), kind, gemms, past, recompute)
 
 
 def _bias(norm: Norm) -> Tensor | None:
@@ -71,19 +76,57 @@ def _gemms(layer: nn.Linear, x: Tensor) -> Gemms:
     assert isinstance(layer, FP8Linear)
     if not is_compiling():
         layer.watch_gradient()
-    return Gemms(layer.recipe, x.dtype, False, layer.gradient_format is not None)
+    scaling = layer.grad_output_scaling if layer.training else None
+    return Gemms(layer.recipe, x.dtype, False, layer.gradient_format is not None, scaling)
+
+
+class Past(NamedTuple):
+    """Scales of a layer's input from past maxima."""
+
+    scaling: DelayedScaling | None
+    record: bool
+    """Whether this forward counts for later ones."""
+
+
+def _past(layer: nn.Linear) -> Past:
+    assert isinstance(layer, FP8Linear)
+    return Past(layer.input_scaling if layer.training else None, torch.is_grad_enabled())
+
+
+def _cast(
+    amax: Callable[[], Tensor],
+    cast: Callable[[Tensor], tuple[Any, ...]],
+    device: torch.device,
+    fmt: Format,
+    power_of_two: bool,
+    past: Past,
+) -> tuple[Operand, Tensor, tuple[Any, ...]]:
+    """(operand, its scale while it is cast, what `cast` gives besides): `cast(scale)` is (codes, codes_t, amax, ...)."""
+    if past.scaling is None:
+        maximum = amax()
+        scale = kernels.scale_from_amax(maximum, fmt.max, power_of_two)
+    else:
+        scale = past.scaling.scale_of(amax, device, fmt.max)
+    codes, codes_t, found, *rest = cast(scale)
+    if past.scaling is not None:
+        maximum = found
+        if past.record:
+            past.scaling.record(found)
+    return Operand(codes, codes_t, *kernels.visible_scale(scale, maximum, None)), scale, tuple(rest)
 
 
 def _cast_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, how: tuple[float, bool], col: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, how: tuple[float, bool], col: bool, past: Past
 ) -> tuple[Operand, Tensor | None, Tensor]:
     """(operand of norm(x), mean, rstd)."""
     fmt = recipe.input
     assert fmt is not None
     mean, rstd, amax = kernels.norm_stats(x, weight, bias, how[0], centered=how[1])
-    scale = kernels.scale_from_amax(amax, fmt.max, recipe.power_of_two)
-    codes, codes_t, _ = kernels.norm_cast(x, weight, bias, mean, rstd, scale, fmt.dtype, col=col)
-    return Operand(codes, codes_t, *kernels.visible_scale(scale, amax, None)), mean, rstd
+
+    def cast(scale: Tensor) -> tuple[Any, ...]:
+        return kernels.norm_cast(x, weight, bias, mean, rstd, scale, fmt.dtype, col=col)
+
+    return _cast(lambda: amax, cast, x.device, fmt, recipe.power_of_two, past)[0], mean, rstd
 
 
 class _NormLinear(torch.autograd.Function):
@@ -97,8 +140,9 @@ class _NormLinear(torch.autograd.Function):
         bias: Tensor | None,
         how: tuple[float, bool],
         gemms: Gemms,
+        past: Past,
     ) -> Tensor:
-        operand, mean, rstd = _cast_norm(x, norm_weight, norm_bias, gemms.recipe, how, ctx.needs_input_grad[3])
+        operand, mean, rstd = _cast_norm(x, norm_weight, norm_bias, gemms.recipe, how, ctx.needs_input_grad[3], past)
         ctx.gemms, ctx.weight, ctx.version = gemms, weight, weight_version(weight)
         ctx.save_for_backward(x, norm_weight, mean, rstd, operand.codes_t, operand.inverse)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
@@ -111,13 +155,13 @@ class _NormLinear(torch.autograd.Function):
         check_version(ctx.weight, ctx.version)
         recipe, needs = ctx.gemms.recipe, ctx.needs_input_grad
         operand, db = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], needs[4], None, False, None, None
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], needs[4], ctx.gemms.scaling, True, None, None
         )
         dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
         dw = _weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
         _release(ctx.weight, needs[3])
         dx, dgain, dshift = kernels.norm_backward(dn, x, norm_weight, mean, rstd, None)
-        return dx, dgain.to(norm_weight.dtype), _to(dshift, ctx.dtypes[0]), dw, _to(db, ctx.dtypes[1]), None, None
+        return dx, dgain.to(norm_weight.dtype), _to(dshift, ctx.dtypes[0]), dw, _to(db, ctx.dtypes[1]), None, None, None
 
 
 class _FeedForward(torch.autograd.Function):
@@ -133,20 +177,22 @@ class _FeedForward(torch.autograd.Function):
         b2: Tensor | None,
         how: tuple[float, bool],
         kind: str,
-        up: Gemms,
-        out: Gemms,
+        gemms: tuple[Gemms, Gemms],
+        past: tuple[Past, Past],
         recompute: bool,
     ) -> Tensor:
-        needs, m = ctx.needs_input_grad, x.shape[0]
-        n, mean, rstd = _cast_norm(x, norm_weight, norm_bias, up.recipe, how, needs[3])
+        needs, m, (up, out) = ctx.needs_input_grad, x.shape[0], gemms
+        n, mean, rstd = _cast_norm(x, norm_weight, norm_bias, up.recipe, how, needs[3], past[0])
         h = _product(n, w1, b1, up, m, any(needs))
         fmt = out.recipe.input
         assert fmt is not None
-        amax = kernels.activation_amax(h, kind)
-        scale = kernels.scale_from_amax(amax, fmt.max, out.recipe.power_of_two)
-        codes, codes_t, _ = kernels.activation_cast(h, kind, scale, fmt.dtype, col=needs[5] and not recompute)
-        a = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, None))
-        ctx.gemms, ctx.weights = (up, out), (w1, w2)
+
+        def cast(scale: Tensor) -> tuple[Any, ...]:
+            return kernels.activation_cast(h, kind, scale, fmt.dtype, col=needs[5] and not recompute)
+
+        amax = partial(kernels.activation_amax, h, kind)
+        a, scale, _ = _cast(amax, cast, x.device, fmt, out.recipe.power_of_two, past[1])
+        ctx.gemms, ctx.weights = gemms, (w1, w2)
         ctx.versions = [weight_version(w) for w in (w1, w2)]
         ctx.kind = kind
         ctx.save_for_backward(x, norm_weight, mean, rstd, n.codes_t, n.inverse, h, a.codes_t, a.inverse, scale)
@@ -162,7 +208,7 @@ class _FeedForward(torch.autograd.Function):
             check_version(weight, version)
         recipe = out.recipe
         operand, db2 = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, True, needs[5], needs[6], None, False, None, None
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[5], needs[6], out.scaling, True, None, None
         )
         da = dgrad(operand, w2, out, (x.shape[0], w2.shape[1]), x.dtype)
         dw2 = None
@@ -173,12 +219,12 @@ class _FeedForward(torch.autograd.Function):
         _release(w2, needs[5])
         fmt = up.recipe.grad_output
         assert fmt is not None
-        amax = kernels.activation_backward_amax(da, h, kind)
-        scale = kernels.scale_from_amax(amax, fmt.max, up.recipe.power_of_two)
-        codes, codes_t, _, db1 = kernels.activation_backward_cast(
-            da, h, kind, scale, fmt.dtype, col=needs[3], bias_sum=needs[4]
-        )
-        operand = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, None))
+
+        def cast(scale: Tensor) -> tuple[Any, ...]:
+            return kernels.activation_backward_cast(da, h, kind, scale, fmt.dtype, col=needs[3], bias_sum=needs[4])
+
+        amax = partial(kernels.activation_backward_amax, da, h, kind)
+        operand, _, (db1,) = _cast(amax, cast, x.device, fmt, up.recipe.power_of_two, Past(up.scaling, True))
         dn = dgrad(operand, w1, up, x.shape, x.dtype)
         dw1 = _weight_gradient(operand, n_codes_t, n_inverse, w1, up) if needs[3] else None
         _release(w1, needs[3])
