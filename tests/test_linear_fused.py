@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.linear import FP8Linear
@@ -210,3 +210,39 @@ def test_counting_casts_runs_layers_alone(seed, monkeypatch):
     assert set(names) <= {"rotary"} and stats
     gradients(counted, batch())
     assert {"norm_stats", "activation_amax"} < set(names)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_without_backward_nothing_is_transposed(dialect, seed, monkeypatch):
+    wanted: list[bool] = []
+    for name in ("norm_cast", "activation_cast", "quantize"):
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, _f=function, **k: wanted.append(k["col"]) or _f(*a, **k))
+    with torch.no_grad():
+        model(dialect, "O1", seed, fused=True)(batch())
+    assert wanted and not any(wanted)
+
+
+@pytest.mark.parametrize("name", ["attention_norm", "attention", "attention.qkv", "ffn_norm", "ffn", "ffn.out"])
+def test_hooks_run(name, seed):
+    """A fused block calls none of its modules, so one with hooks inside runs as separate layers."""
+    separate, fused = (model("gpt", "O1", seed, fused=f, n_layers=1, positions="learned") for f in (False, True))
+    heard: list[str] = []
+    module = fused.blocks[0].get_submodule(name)
+    module.register_forward_pre_hook(lambda *_: heard.append("forward"))
+    module.register_full_backward_hook(lambda *_: heard.append("backward"))
+    tokens = batch()
+    (plain, wanted), (loss, got) = (gradients(m, tokens) for m in (separate, fused))
+    assert heard == ["forward", "backward"]
+    assert torch.equal(plain, loss) and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.LayerNorm(64, elementwise_affine=False)])
+def test_other_norms_and_feed_forwards_run_alone(norm, seed):
+    separate, fused = (model("gpt", "O1", seed, fused=f, positions="learned") for f in (False, True))
+    for one in (separate, fused):
+        one.blocks[0].ffn_norm = norm
+        one.blocks[1].ffn = nn.Tanh()
+    tokens = batch()
+    (plain, wanted), (loss, got) = (gradients(m, tokens) for m in (separate, fused))
+    assert torch.equal(plain, loss) and all(torch.equal(got[name], wanted[name]) for name in wanted)

@@ -38,15 +38,28 @@ from octavo.scaling import DelayedScaling
 Norm = nn.LayerNorm | nn.RMSNorm
 
 
-def can_fuse(*layers: nn.Linear) -> bool:
-    """Whether all `layers` are converted, count nothing at the moment, and scale as this module can."""
-    return all(
-        isinstance(layer, FP8Linear)
-        and not layer.input_first
-        and (layer.recipe.scaling == "current" or not is_compiling())
-        and layer.stats is None
-        for layer in layers
+def can_fuse(*modules: nn.Module) -> bool:
+    """Whether the functions below do all that a call of these layers and norms would do.
+
+    Layers have to be converted, count nothing at the moment, and scale as this module can; norms to have weights, for one dim. Nobody
+    calls a module that is fused, so its hooks would not run: none may have any.
+    """
+    return not has_hooks(*modules) and all(map(_fits, modules))
+
+
+def has_hooks(*modules: nn.Module) -> bool:
+    """Whether a call of one of `modules` would run hooks of its own."""
+    return any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
     )
+
+
+def _fits(module: nn.Module) -> bool:
+    if isinstance(module, FP8Linear):
+        scales = module.recipe.scaling == "current" or not is_compiling()
+        return scales and not module.input_first and module.stats is None
+    return isinstance(module, Norm) and module.weight is not None and module.weight.dim() == 1
 
 
 def norm_linear(x: Tensor, norm: Norm, layer: nn.Linear) -> Tensor:
@@ -85,7 +98,7 @@ class Past(NamedTuple):
 
     scaling: DelayedScaling | None
     record: bool
-    """Whether this forward counts for later ones."""
+    """Whether backward may follow, which an autograd function is not told: only such a forward counts for later ones."""
 
 
 def _past(layer: nn.Linear) -> Past:
@@ -142,11 +155,12 @@ class _NormLinear(torch.autograd.Function):
         gemms: Gemms,
         past: Past,
     ) -> Tensor:
-        operand, mean, rstd = _cast_norm(x, norm_weight, norm_bias, gemms.recipe, how, ctx.needs_input_grad[3], past)
+        needs = [past.record and need for need in ctx.needs_input_grad]
+        operand, mean, rstd = _cast_norm(x, norm_weight, norm_bias, gemms.recipe, how, needs[3], past)
         ctx.gemms, ctx.weight, ctx.version = gemms, weight, weight_version(weight)
         ctx.save_for_backward(x, norm_weight, mean, rstd, operand.codes_t, operand.inverse)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
-        return _product(operand, weight, bias, gemms, x.shape[0], any(ctx.needs_input_grad))
+        return _product(operand, weight, bias, gemms, x.shape[0], any(needs))
 
     @staticmethod
     @once_differentiable
@@ -181,7 +195,7 @@ class _FeedForward(torch.autograd.Function):
         past: tuple[Past, Past],
         recompute: bool,
     ) -> Tensor:
-        needs, m, (up, out) = ctx.needs_input_grad, x.shape[0], gemms
+        needs, m, (up, out) = [past[0].record and need for need in ctx.needs_input_grad], x.shape[0], gemms
         n, mean, rstd = _cast_norm(x, norm_weight, norm_bias, up.recipe, how, needs[3], past[0])
         h = _product(n, w1, b1, up, m, any(needs))
         fmt = out.recipe.input

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.linear.fused import can_fuse, feed_forward, norm_linear
+from octavo.linear.fused import can_fuse, feed_forward, has_hooks, norm_linear
 from octavo.models.layers import Block, GELUFeedForward, SwiGLUFeedForward
 
 
 class FusedBlock(Block):
-    """`Block`, for layers converted to FP8; it is that block while one of them is not."""
+    """`Block`, for layers converted to FP8; it is that block while one of them is not, or somebody listens inside."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         attention, ffn = self.attention, self.ffn
         if isinstance(ffn, GELUFeedForward):
             kind, up, recompute = "gelu", ffn.up, False
-        else:
-            assert isinstance(ffn, SwiGLUFeedForward)
+        elif isinstance(ffn, SwiGLUFeedForward):
             kind, up, recompute = "swiglu", ffn.gate_up, ffn.recompute
-        if x.numel() == 0 or not can_fuse(attention.qkv, attention.out, up, ffn.out):
+        else:  # the user's own
+            return super().forward(x, cos, sin, mask)
+        parts = (self.attention_norm, attention.qkv, attention.out, self.ffn_norm, up, ffn.out)
+        if x.numel() == 0 or has_hooks(attention, ffn) or not can_fuse(*parts):
             return super().forward(x, cos, sin, mask)
         heads = norm_linear(x.flatten(0, 1), self.attention_norm, attention.qkv)
         heads = heads.view(*x.shape[:2], -1, attention.head_dim)
