@@ -54,3 +54,10 @@ def test_delayed_scales_are_warm_when_a_step_is_timed(monkeypatch, seed):
     (row,) = one.record.rows
     assert row.ms is not None and not row.wrong
     assert all(scaling.warm and scaling.history.amax() > 0 for scaling in scalings(seen[0]))
+
+
+def test_only_octavo_runs_fused_blocks(seed):
+    config = replace(SIZES["tiny"], fused=True)
+    for build in (models.build_plain, models.build_bf16):
+        assert not build(run(), config).config.fused
+    assert models.build_octavo(run(), config).config.fused
