@@ -5,7 +5,7 @@ import torch
 from oracle import assert_same_bits, spread_out
 
 from octavo import kernels
-from octavo.models.layers import rotary_table, rotate
+from octavo.models.layers import _Rotary, rotary_table, rotate
 
 SHAPES = ((2, 7, 3, 1, 8), (1, 1, 1, 1, 2), (3, 5, 4, 2, 6), (1, 33, 12, 12, 64))
 """B, T, H, G, D."""
@@ -89,3 +89,11 @@ def test_shapes_that_cannot_be_are_said():
         kernels.rotary(qkv, cos, sin, 7)
     with pytest.raises(ValueError, match=r"\[T, D/2\]"):
         kernels.rotary(qkv, cos[:4], sin[:4], 4)
+
+
+def test_a_second_derivative_is_refused_not_zero(seed):
+    heads = torch.randn(1, 5, 3, 8, requires_grad=True)
+    y = _Rotary.apply(heads, *table(1, 5, 8, False), 2)
+    (gradient,) = torch.autograd.grad(y.square().sum(), heads, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

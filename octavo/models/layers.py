@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -108,6 +109,7 @@ class _Rotary(torch.autograd.Function):
         return kernels.rotary(heads, cos, sin, rotated)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return kernels.rotary(gradients[0], cos, sin, ctx.rotated, backward=True), None, None, None

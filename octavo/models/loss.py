@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE = -100
 """Targets of this value do not count, as in PyTorch."""
@@ -83,7 +84,7 @@ def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a · b, in FP32; on a GPU within the GEMM, which saves a product of the size of the head, its rounding and two passes."""
-    if total.is_cuda and a.itemsize == 2:
+    if total.is_cuda and a.itemsize == 2 and a.dtype == b.dtype:  # (autocast may have changed one)
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
@@ -117,6 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, count = ctx.saved_tensors
         factor = grad_outputs[0] / count

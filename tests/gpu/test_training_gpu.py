@@ -225,3 +225,14 @@ def test_bytes_per_parameter_of_O2(seed):
     assert (torch.cuda.memory_allocated() - before) / count <= 6.05
     assert (torch.cuda.max_memory_allocated() - before) / count <= 6.5
     assert octavo.memory_report(model, optimizer).bytes_per_parameter <= 6.05
+
+
+def test_a_model_in_fp32_trains_under_autocast(seed):
+    """The head multiplies what autocast made BF16 by what is still FP32."""
+    model = Transformer.build(gpt(dtype=torch.float32), None, "cuda", seed=0)
+    inputs, targets = tokens(0)
+    with torch.autocast("cuda", torch.bfloat16):
+        model(inputs, targets).backward()
+    want = Transformer.build(gpt(dtype=torch.float32), None, "cuda", seed=0)
+    want(inputs, targets).backward()
+    assert relative_error(model.lm_head.weight.grad, want.lm_head.weight.grad) < 0.02
