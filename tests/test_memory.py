@@ -39,7 +39,7 @@ def test_O2_holds_six_bytes_per_parameter(seed):
     assert kinds["gradients"] == N + 2 * 4
     # m in E4M3 with a scale for each 128, √v in FP16 with one, a step count
     assert kinds["optimizer states"] == 3 * N + 4 * N // 128 + 2 * (4 + 4)
-    assert cache == 2 * N + 2 * 4
+    assert cache == 2 * N + 2 * (4 + 4)  # codes of both orders; a scale and its reciprocal
     assert (report.converted, report.parameters) == (N, N + 256 + 128 + 2 * 128 + 2 * 128)
     assert 6 < report.bytes_per_parameter < 6.05
     assert kinds["buffers"] == 2 * 128 * 4 + 8
