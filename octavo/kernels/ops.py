@@ -16,11 +16,16 @@ from octavo.kernels.dispatch import backend
 from octavo.kernels.reference import ALIGN
 
 
-def _new_stats(x: Tensor, count: bool) -> Tensor:
+def new_stats(x: Tensor, count: bool) -> Tensor:
     return torch.zeros(2 if count else 0, dtype=torch.int64, device=x.device)
 
 
-def _padded(size: int) -> int:
+def or_empty(x: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x`, or an empty tensor on the device of `like` where it is not wanted."""
+    return like.new_empty(0, dtype=dtype) if x is None else x
+
+
+def padded(size: int) -> int:
     return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
@@ -56,7 +61,7 @@ def _(amax, max, power_of_two, margin):
     " -> (Tensor, Tensor)",
 )
 def cast(x, scale, dtype, rounding, key, offset, block, count):
-    stats = _new_stats(x, count)
+    stats = new_stats(x, count)
     codes = backend(x).cast(
         x, scale, dtype, rounding=rounding, key=key, offset=offset, block=block, stats=stats if count else None
     )
@@ -65,7 +70,7 @@ def cast(x, scale, dtype, rounding, key, offset, block, count):
 
 @cast.register_fake
 def _(x, scale, dtype, rounding, key, offset, block, count):
-    return x.new_empty(x.shape, dtype=dtype), _new_stats(x, count)
+    return x.new_empty(x.shape, dtype=dtype), new_stats(x, count)
 
 
 @torch.library.custom_op(
@@ -89,29 +94,23 @@ def _(codes, scale, dtype, block):
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def cast_transpose(x, scale, dtype, row, col, count, amax):
-    stats = _new_stats(x, count)
+    stats = new_stats(x, count)
     options = {"row": row, "col": col, "stats": stats if count else None}
     if amax:
         codes, codes_t, maximum = backend(x).cast_transpose_amax(x, scale, dtype, **options)
     else:
         codes, codes_t = backend(x).cast_transpose(x, scale, dtype, **options)
         maximum = None
-    empty = [x.new_empty(0, dtype=dtype) for _ in range(2)]
-    return (
-        empty[0] if codes is None else codes,
-        empty[1] if codes_t is None else codes_t,
-        stats,
-        x.new_empty(0, dtype=torch.float32) if maximum is None else maximum,
-    )
+    return or_empty(codes, x, dtype), or_empty(codes_t, x, dtype), stats, or_empty(maximum, x, torch.float32)
 
 
 @cast_transpose.register_fake
 def _(x, scale, dtype, row, col, count, amax):
-    m, k = _padded(x.shape[0]), _padded(x.shape[1])
+    m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),
         x.new_empty((k, m) if col else 0, dtype=dtype),
-        _new_stats(x, count),
+        new_stats(x, count),
         x.new_empty(() if amax else 0, dtype=torch.float32),
     )
 
@@ -123,7 +122,7 @@ def transpose_codes(codes):
 
 @transpose_codes.register_fake
 def _(codes):
-    return codes.new_empty(_padded(codes.shape[1]), _padded(codes.shape[0]))
+    return codes.new_empty(padded(codes.shape[1]), padded(codes.shape[0]))
 
 
 @torch.library.custom_op(

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.dispatch import backend
-from octavo.kernels.ops import _new_stats, _padded
+from octavo.kernels.ops import new_stats, or_empty, padded
 from octavo.kernels.reference.activation import GATED
 
 
-def _empty_if_none(x, like, dtype):
-    return like.new_empty(0, dtype=dtype) if x is None else x
-
-
 def _fake_operands(like, columns, dtype, row, col):
-    m, k = _padded(like.shape[0]), _padded(columns)
+    m, k = padded(like.shape[0]), padded(columns)
     return like.new_empty((m, k) if row else 0, dtype=dtype), like.new_empty((k, m) if col else 0, dtype=dtype)
 
 
@@ -35,17 +31,17 @@ def _(h, kind):
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def activation_cast(h, kind, scale, dtype, row, col, count):
-    stats = _new_stats(h, count)
+    stats = new_stats(h, count)
     codes, codes_t, amax = backend(h).activation_cast(
         h, kind, scale, dtype, row=row, col=col, stats=stats if count else None
     )
-    return _empty_if_none(codes, h, dtype), _empty_if_none(codes_t, h, dtype), amax, stats
+    return or_empty(codes, h, dtype), or_empty(codes_t, h, dtype), amax, stats
 
 
 @activation_cast.register_fake
 def _(h, kind, scale, dtype, row, col, count):
     columns = h.shape[1] // 2 if GATED[kind] else h.shape[1]
-    return *_fake_operands(h, columns, dtype, row, col), h.new_empty((), dtype=torch.float32), _new_stats(h, count)
+    return *_fake_operands(h, columns, dtype, row, col), h.new_empty((), dtype=torch.float32), new_stats(h, count)
 
 
 @torch.library.custom_op(
@@ -67,15 +63,15 @@ def _(da, h, kind):
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, count):
-    stats = _new_stats(h, count)
+    stats = new_stats(h, count)
     codes, codes_t, amax, column_sum = backend(h).activation_backward_cast(
         da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, stats=stats if count else None
     )
     return (
-        _empty_if_none(codes, h, dtype),
-        _empty_if_none(codes_t, h, dtype),
+        or_empty(codes, h, dtype),
+        or_empty(codes_t, h, dtype),
         amax,
-        _empty_if_none(column_sum, h, torch.float32),
+        or_empty(column_sum, h, torch.float32),
         stats,
     )
 
@@ -86,5 +82,5 @@ def _(da, h, kind, scale, dtype, row, col, bias_sum, count):
         *_fake_operands(h, h.shape[1], dtype, row, col),
         h.new_empty((), dtype=torch.float32),
         h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32),
-        _new_stats(h, count),
+        new_stats(h, count),
     )

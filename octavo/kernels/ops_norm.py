@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.dispatch import backend
-from octavo.kernels.ops import _new_stats, _padded
+from octavo.kernels.ops import new_stats, or_empty, padded
 
 
 @torch.library.custom_op(
@@ -15,7 +15,7 @@ from octavo.kernels.ops import _new_stats, _padded
 )
 def norm_stats(x, weight, bias, eps, centered):
     mean, rstd, amax = backend(x).norm_stats(x, weight, bias, eps, centered=centered)
-    return rstd.new_empty(0) if mean is None else mean, rstd, amax
+    return or_empty(mean, rstd, rstd.dtype), rstd, amax
 
 
 @norm_stats.register_fake
@@ -31,21 +31,20 @@ def _(x, weight, bias, eps, centered):
     " bool count) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
-    stats = _new_stats(x, count)
+    stats = new_stats(x, count)
     codes, codes_t, amax = backend(x).norm_cast(
         x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, stats=stats if count else None
     )
-    empty = [x.new_empty(0, dtype=dtype) for _ in range(2)]
-    return empty[0] if codes is None else codes, empty[1] if codes_t is None else codes_t, stats, amax
+    return or_empty(codes, x, dtype), or_empty(codes_t, x, dtype), stats, amax
 
 
 @norm_cast.register_fake
 def _(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
-    m, k = _padded(x.shape[0]), _padded(x.shape[1])
+    m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),
         x.new_empty((k, m) if col else 0, dtype=dtype),
-        _new_stats(x, count),
+        new_stats(x, count),
         x.new_empty((), dtype=torch.float32),
     )
 
@@ -57,7 +56,7 @@ def _(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
 )
 def norm_backward(dy, x, weight, mean, rstd, residual_grad):
     dx, dweight, dbias = backend(x).norm_backward(dy, x, weight, mean, rstd, residual_grad)
-    return dx, dweight, dweight.new_empty(0) if dbias is None else dbias
+    return dx, dweight, or_empty(dbias, dweight, dweight.dtype)
 
 
 @norm_backward.register_fake

@@ -6,7 +6,7 @@ import torch
 
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
-from octavo.kernels.ops import _new_stats, _padded
+from octavo.kernels.ops import new_stats, or_empty, padded
 
 
 @torch.library.custom_op(
@@ -16,7 +16,7 @@ from octavo.kernels.ops import _new_stats, _padded
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def quantize(x, dtype, power_of_two, row, col, column_sum, unit, count):
-    stats = _new_stats(x, count)
+    stats = new_stats(x, count)
     codes, codes_t, scale, inverse, sums = backend(x).quantize(
         x,
         Format.of(dtype),
@@ -28,25 +28,25 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, unit, count):
         stats=stats if count else None,
     )
     return (
-        x.new_empty(0, dtype=dtype) if codes is None else codes,
-        x.new_empty(0, dtype=dtype) if codes_t is None else codes_t,
+        or_empty(codes, x, dtype),
+        or_empty(codes_t, x, dtype),
         scale,
         inverse,
-        x.new_empty(0, dtype=torch.float32) if sums is None else sums,
+        or_empty(sums, x, torch.float32),
         stats,
     )
 
 
 @quantize.register_fake
 def _(x, dtype, power_of_two, row, col, column_sum, unit, count):
-    m, k = _padded(x.shape[0]), _padded(x.shape[1])
+    m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),
         x.new_empty((k, m) if col else 0, dtype=dtype),
         x.new_empty((), dtype=torch.float32),
         x.new_empty((), dtype=torch.float32),
         x.new_empty(x.shape[1] if column_sum else 0, dtype=torch.float32),
-        _new_stats(x, count),
+        new_stats(x, count),
     )
 
 
@@ -56,13 +56,13 @@ def _(x, dtype, power_of_two, row, col, column_sum, unit, count):
     schema="(Tensor x, ScalarType dtype, bool count) -> (Tensor, Tensor, Tensor)",
 )
 def cast_current(x, dtype, count):
-    stats = _new_stats(x, count)
+    stats = new_stats(x, count)
     return *backend(x).cast_current(x, Format.of(dtype), stats=stats if count else None), stats
 
 
 @cast_current.register_fake
 def _(x, dtype, count):
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32), _new_stats(x, count)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32), new_stats(x, count)
 
 
 @torch.library.custom_op(

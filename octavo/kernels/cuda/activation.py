@@ -14,7 +14,6 @@ scaling the second and the last row are all. Backward reads h and not the codes 
 rises. The bias gradient comes in the same pass, as the sums of each tile's columns in FP32, 1/32 byte an element, which a second step
 adds in a fixed order: the same bits in every run, at most (8 + M / 128) · 2^-24 of the column's Σ |dh| from exact.
 
-Tiles of 128 × 64 and four warps: four of them on a multiprocessor are in as many phases of load, compute and store.
 Matrices of one row or one column take the reference (see `octavo.kernels.cuda.transpose`).
 """
 
@@ -28,12 +27,10 @@ from octavo.formats import Format
 from octavo.kernels import reference
 from octavo.kernels.cuda.activation_kernels import amax_kernel, cast_kernel
 from octavo.kernels.cuda.launch import Launcher
+from octavo.kernels.cuda.tiles import REPEAT, TILE_K, TILE_M, rows_of
 from octavo.kernels.reference import ALIGN
 from octavo.kernels.reference.activation import GATED
 
-TILE_M, TILE_K = 128, 64
-REPEAT = 4
-"""Rows of a tile that a thread holds: it has 16 columns, and 128 threads have a tile."""
 AMAX_TILE_M, AMAX_TILE_K = 16, 256
 MIN_PROGRAMS, MAX_ROUNDS = 1024, 16
 
@@ -93,8 +90,8 @@ def activation_backward_cast(
 
 
 def _amax(h: Tensor, da: Tensor | None, gated: bool) -> Tensor:
-    h, (m, width) = _rows(h), _size(h, gated)
-    da = None if da is None else _rows(da)
+    h, (m, width) = rows_of(h), _size(h, gated)
+    da = None if da is None else rows_of(da)
     tiles_k = triton.cdiv(width, AMAX_TILE_K)
     # Few programs, for each ends in an atomic on the same address; but enough to fill the device.
     rounds = min(triton.next_power_of_2(m * tiles_k // (AMAX_TILE_M * MIN_PROGRAMS) + 1), MAX_ROUNDS)
@@ -119,8 +116,8 @@ def _cast(
     bias_sum: bool,
     stats: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    h, (m, width) = _rows(h), _size(h, gated)
-    da = None if da is None else _rows(da)
+    h, (m, width) = rows_of(h), _size(h, gated)
+    da = None if da is None else rows_of(da)
     columns = width if da is None else h.shape[1]
     m_padded, k_padded = -(-m // ALIGN) * ALIGN, -(-columns // ALIGN) * ALIGN
     tiles_m, tiles_k = triton.cdiv(m_padded, TILE_M), triton.cdiv(width + k_padded - columns, TILE_K)
@@ -135,11 +132,6 @@ def _cast(
         fmt.max, fmt.mantissa_bits, gated, m % TILE_M == 0 and width % TILE_K == 0, REPEAT, TILE_M, TILE_K,
     )  # fmt: skip
     return codes, codes_t, amax, None if sums is None else sums[:, :columns].sum(0)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` or a copy, in rows of neighbouring elements."""
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _size(h: Tensor, gated: bool) -> tuple[int, int]:

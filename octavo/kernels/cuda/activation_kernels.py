@@ -4,10 +4,7 @@ At 4.2 TB/s an H200 has 7 slots for an instruction of a lane for each byte that 
 in the unit for integers, comparisons and conversions. What follows is written for few instructions:
 
 - σ is the square of a reciprocal root, one instruction and a product; a division takes eight. 2^z is one instruction.
-- BF16 is rounded two at a time: Triton converts one by one, in the unit that exponentials and roots share, an eighth as wide.
-- A matrix of whole tiles (`WHOLE`) has no masks.
-- The transpose moves words of codes through shared memory, not bytes, and codes, not what they are computed from.
-- There is no minimum or maximum of floats, because conversions to FP8 saturate on the device.
+- What comes before and after the arithmetic is that of `octavo.kernels.cuda.tiles`.
 
 With z the exponent of σ = 1 / (1 + 2^z), a differs from the reference by at most 2^-20·(1 + |z|/4) of itself, and where |z| ≥ 128 both
 are 0. A gradient differs by that, and by 2^-16·|da|, or |da·p| for a gate, as 1 − σ cancels where σ is nearly 1. So some values in ten
@@ -22,14 +19,8 @@ import math
 import triton
 import triton.language as tl
 
-from octavo.kernels.cuda.numerics import (
-    INTERPRETED,
-    as_fp8,
-    flushed_count,
-    magnitude_bits,
-    saturate,
-    saturated_count,
-)
+from octavo.kernels.cuda.numerics import magnitude_bits
+from octavo.kernels.cuda.tiles import flat_max, larger, load_floats, round_through, store_codes, tile_rows
 from octavo.kernels.reference.activation import CUBIC, SLOPE
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -71,45 +62,6 @@ def _gradients(grad, x, up, GATED: tl.constexpr):
     return dx, up
 
 
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    """FP32 `x` rounded to DTYPE, as FP32."""
-    if DTYPE == tl.bfloat16 and not INTERPRETED:
-        x = tl.inline_asm_elementwise(
-            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xFFFF0000; }",
-            "=r,=r,r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        x = x.to(DTYPE).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _load(ptr, inside, WHOLE: tl.constexpr):
-    """Values as FP32; 0, of which everything else is 0, where they are not `inside`."""
-    if WHOLE:
-        x = tl.load(ptr)
-    else:
-        x = tl.load(ptr, mask=inside, other=0.0)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _larger(a, b):
-    """max(a, b) of integers."""
-    return tl.where(a > b, a, b)
-
-
-@triton.jit
-def _flat_max(bits):
-    """The largest of a tile of integers."""
-    return tl.max(tl.reshape(bits, [bits.shape[0] * bits.shape[1]]), 0)
-
-
 @triton.jit(do_not_specialize=["tiles_k"])
 def amax_kernel(
     h_ptr,
@@ -145,11 +97,11 @@ def amax_kernel(
         for turn in range(ROUNDS):
             row = m + turn * TILE_M
             inside = (row < m_size)[:, None] & (k < width)[None, :]
-            x = _load(h_ptr + (row * h_stride)[:, None] + k[None, :], inside, WHOLE)
-            largest = _larger(magnitude_bits(x), largest)
-            highest = _larger(x.to(tl.int32, bitcast=True), highest)
-        top = _flat_max(highest).to(tl.float32, bitcast=True)
-        decided = (top > 0.5) & (_flat_max(largest) < 0x7F800000)
+            x = load_floats(h_ptr + (row * h_stride)[:, None] + k[None, :], inside, WHOLE)
+            largest = larger(magnitude_bits(x), largest)
+            highest = larger(x.to(tl.int32, bitcast=True), highest)
+        top = flat_max(highest).to(tl.float32, bitcast=True)
+        decided = (top > 0.5) & (flat_max(largest) < 0x7F800000)
         if decided:
             tl.atomic_max(amax_ptr, magnitude_bits(_activate(top, top, False).to(DTYPE)))
         largest = tl.zeros([TILE_M, TILE_K], tl.int32)
@@ -158,76 +110,20 @@ def amax_kernel(
             row = m + turn * TILE_M
             inside = (row < m_size)[:, None] & (k < width)[None, :]
             at = (row * h_stride)[:, None] + k[None, :]
-            x = _load(h_ptr + at, inside, WHOLE)
+            x = load_floats(h_ptr + at, inside, WHOLE)
             up = x
             if GATED:
-                up = _load(h_ptr + at + width, inside, WHOLE)
+                up = load_floats(h_ptr + at + width, inside, WHOLE)
             if da_ptr is not None:
-                grad = _load(da_ptr + (row * da_stride)[:, None] + k[None, :], inside, WHOLE)
+                grad = load_floats(da_ptr + (row * da_stride)[:, None] + k[None, :], inside, WHOLE)
                 x, up = _gradients(grad, x, up, GATED)
                 if GATED:
-                    largest = _larger(magnitude_bits(up), largest)
+                    largest = larger(magnitude_bits(up), largest)
             else:
                 x = _activate(x, up, GATED)
-            largest = _larger(magnitude_bits(x), largest)
+            largest = larger(magnitude_bits(x), largest)
         # (Rounding keeps the order, so it can come last.)
-        tl.atomic_max(amax_ptr, magnitude_bits(_flat_max(largest).to(tl.float32, bitcast=True).to(DTYPE)))
-
-
-@triton.jit
-def _store(
-    x,
-    inside,
-    tile,
-    m,
-    k,
-    limit,
-    scale_ptr,
-    codes_ptr,
-    codes_t_ptr,
-    stats_ptr,
-    sums_ptr,
-    m_padded,
-    k_padded,
-    MAX: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    REPEAT: tl.constexpr,
-):
-    """Cast and count `x` (FP32), of rows `m` and columns `k`; store its codes, transpose and column sums where `k` < `limit`."""
-    TILE_M: tl.constexpr = x.shape[0]
-    TILE_K: tl.constexpr = x.shape[1]
-    if sums_ptr is not None:
-        tl.store(sums_ptr + tile * k_padded + k, tl.sum(x, 0), mask=k < limit)
-    y = x * tl.load(scale_ptr)
-    if not WHOLE:  # The padding is not multiplied: a NaN scale must not reach it.
-        y = tl.where(inside, y, 0.0)
-    if stats_ptr is not None:
-        tl.atomic_add(stats_ptr, tl.sum(tl.sum(saturated_count(y, MAX), 1), 0).to(tl.int64))
-    if INTERPRETED:  # (The device's conversion saturates by itself.)
-        y = saturate(y, MAX)
-    codes = as_fp8(y, MANTISSA_BITS)
-    if stats_ptr is not None:
-        tl.atomic_add(stats_ptr + 1, tl.sum(tl.sum(flushed_count(x, codes), 1), 0).to(tl.int64))
-    codes = codes.to(tl.uint8, bitcast=True)
-    if codes_ptr is not None:
-        at = codes_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + (m * k_padded)[:, None] + k[None, :]
-        if WHOLE:
-            tl.store(at, codes)
-        else:
-            tl.store(at, codes, mask=(m < m_padded)[:, None] & (k < limit)[None, :])
-    if codes_t_ptr is not None:
-        # Widened and narrowed, which leaves no trace in the machine's code: to Triton a value that is widened is the best to move to
-        # another layout, and it would find that in `x` or before, move more bytes and compute all that follows in both layouts.
-        codes = (codes.to(tl.uint16) & 0xFF).to(tl.uint8)
-        codes = tl.permute(tl.reshape(codes, [REPEAT, TILE_M // REPEAT, TILE_K]), [2, 1, 0])
-        codes = tl.reshape(codes, [TILE_K, TILE_M])
-        m = tile * TILE_M + tl.arange(0, TILE_M)
-        at = codes_t_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + (k * m_padded)[:, None] + m[None, :]
-        if WHOLE:
-            tl.store(at, codes)
-        else:
-            tl.store(at, codes, mask=(k < limit)[:, None] & (m < m_padded)[None, :])
+        tl.atomic_max(amax_ptr, magnitude_bits(flat_max(largest).to(tl.float32, bitcast=True).to(DTYPE)))
 
 
 @triton.jit(do_not_specialize=["tiles_k"])
@@ -263,37 +159,34 @@ def cast_kernel(
     """
     program = tl.program_id(0)
     tile = (program // tiles_k).to(tl.int64)
-    # A thread holds every (TILE_M / REPEAT)th row of those loaded. They are made neighbours in the matrix, so that its codes of a column
-    # are a word of the transpose, which would go through shared memory byte by byte otherwise.
-    index = tl.arange(0, TILE_M)
-    m = tile * TILE_M + index % (TILE_M // REPEAT) * REPEAT + index // (TILE_M // REPEAT)
+    m = tile_rows(tile, REPEAT, TILE_M)
     k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     inside = (m < m_size)[:, None] & (k < width)[None, :]
     at = (m * h_stride)[:, None] + k[None, :]
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
-    x = _load(h_ptr + at, inside, WHOLE)
+    x = load_floats(h_ptr + at, inside, WHOLE)
     up = x
     if GATED:
-        up = _load(h_ptr + at + width, inside, WHOLE)
+        up = load_floats(h_ptr + at + width, inside, WHOLE)
     if da_ptr is None:
-        x = _rounded(_activate(x, up, GATED), DTYPE)
+        x = round_through(_activate(x, up, GATED), DTYPE)
     else:
-        grad = _load(da_ptr + (m * da_stride)[:, None] + k[None, :], inside, WHOLE)
+        grad = load_floats(da_ptr + (m * da_stride)[:, None] + k[None, :], inside, WHOLE)
         x, up = _gradients(grad, x, up, GATED)
-        x = _rounded(x, DTYPE)
+        x = round_through(x, DTYPE)
     largest = magnitude_bits(x)
     limit = k_padded
     if GATED and da_ptr is not None:
-        up = _rounded(up, DTYPE)
-        largest = _larger(magnitude_bits(up), largest)
+        up = round_through(up, DTYPE)
+        largest = larger(magnitude_bits(up), largest)
         limit = width
-    tl.atomic_max(amax_ptr, _flat_max(largest))
-    _store(
+    tl.atomic_max(amax_ptr, flat_max(largest))
+    store_codes(
         x, inside, tile, m, k, limit, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
     )  # fmt: skip
     if GATED and da_ptr is not None:  # The second half ends in the padding.
-        _store(
+        store_codes(
             up, inside, tile, m, k + width, k_padded, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
             m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
         )  # fmt: skip

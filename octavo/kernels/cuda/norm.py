@@ -25,10 +25,19 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels import reference
-from octavo.kernels.cuda.activation import REPEAT, TILE_K, TILE_M
-from octavo.kernels.cuda.activation_kernels import _flat_max, _load, _rounded, _store
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import magnitude_bits
+from octavo.kernels.cuda.tiles import (
+    REPEAT,
+    TILE_K,
+    TILE_M,
+    flat_max,
+    load_floats,
+    round_through,
+    rows_of,
+    store_codes,
+    tile_rows,
+)
 from octavo.kernels.reference import ALIGN
 
 MAX_COLUMNS = 16_384
@@ -112,22 +121,24 @@ def _cast_kernel(
     """
     program = tl.program_id(0)
     tile = (program // tiles_k).to(tl.int64)
-    # In the order of rows that `_store` transposes by words.
-    index = tl.arange(0, TILE_M)
-    m = tile * TILE_M + index % (TILE_M // REPEAT) * REPEAT + index // (TILE_M // REPEAT)
+    m = tile_rows(tile, REPEAT, TILE_M)
     k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     inside = (m < m_size)[:, None] & (k < k_size)[None, :]
-    y = _load(x_ptr + (m * stride_m)[:, None] + k[None, :], inside, WHOLE)
+    y = load_floats(x_ptr + (m * stride_m)[:, None] + k[None, :], inside, WHOLE)
     if mean_ptr is not None:
-        y = y - _load(mean_ptr + m, m < m_size, WHOLE)[:, None]
-    y = y * _load(rstd_ptr + m, m < m_size, WHOLE)[:, None] * _load(weight_ptr + k, k < k_size, WHOLE)[None, :]
+        y = y - load_floats(mean_ptr + m, m < m_size, WHOLE)[:, None]
+    y = (
+        y
+        * load_floats(rstd_ptr + m, m < m_size, WHOLE)[:, None]
+        * load_floats(weight_ptr + k, k < k_size, WHOLE)[None, :]
+    )
     if bias_ptr is not None:
-        y = y + _load(bias_ptr + k, k < k_size, WHOLE)[None, :]
-    y = _rounded(y, x_ptr.dtype.element_ty)
+        y = y + load_floats(bias_ptr + k, k < k_size, WHOLE)[None, :]
+    y = round_through(y, x_ptr.dtype.element_ty)
     if not WHOLE:
         y = tl.where(inside, y, 0.0)
-    largest = _flat_max(magnitude_bits(y))  # here, not below, where it would keep y in registers
-    _store(
+    largest = flat_max(magnitude_bits(y))  # here, not below, where it would keep y in registers
+    store_codes(
         y, inside, tile, m, k, k_padded, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, None,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
     )  # fmt: skip
@@ -197,11 +208,6 @@ def norm_cast(
 def unfit(x: Tensor) -> bool:
     """Whether the reference takes `x`."""
     return x.numel() == 0 or 1 in x.shape or x.shape[1] > MAX_COLUMNS
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """`x` with contiguous rows, wherever they lie."""
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def block_of(x: Tensor) -> int:

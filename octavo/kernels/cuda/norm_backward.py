@@ -25,7 +25,8 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.cuda.launch import Launcher
-from octavo.kernels.cuda.norm import block_of, rows_of, unfit
+from octavo.kernels.cuda.norm import block_of, unfit
+from octavo.kernels.cuda.tiles import rows_of
 from octavo.kernels.cuda.transpose import tile
 
 SUMMED_COLUMNS = 8192
