@@ -1,8 +1,12 @@
 """Kernels are told apart by name."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+import octavo
 from octavo.bench.profile import by_kind, kind_of, profile
 
 
@@ -17,12 +21,20 @@ from octavo.bench.profile import by_kind, kind_of, profile
         ("_adamw", "optimizer"),
         ("_quantize_kernel", "octavo's other kernels"),
         ("_rotary_kernel", "octavo's other kernels"),
+        ("_add_parts", "optimizer"),
         ("void at::native::vectorized_layer_norm_kernel<float>", "other"),
         ("triton_poi_fused_add_mul_3", "other"),
     ],
 )
 def test_kinds(name, kind):
     assert kind_of(name) == kind
+
+
+def test_every_kernel_of_a_layer_is_octavos():
+    sources = (Path(octavo.__file__).parent / "kernels/cuda").glob("*.py")
+    names = {name for path in sources for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
+    assert {"cast_kernel", "_add_parts_kernel"} < names
+    assert {name: kind_of(name) for name in names} == dict.fromkeys(names, "octavo's other kernels")
 
 
 def test_sums():

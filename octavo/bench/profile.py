@@ -18,10 +18,11 @@ KINDS = (
     ("attention", r"sdpa|flash|fmha|attention"),
     ("FP8 GEMMs", r"nvjet_[qr]|(gemm|cutlass|nvjet|xmma).*(e4m3|e5m2|fp8|f8)"),
     ("BF16 GEMMs", r"nvjet|gemm|cutlass|xmma|splitk"),
-    ("optimizer", r"^_(adamw|magnitudes|add_parts)|adam"),
-    ("octavo's other kernels", r"^_(?!Z)"),
+    ("optimizer", r"^_(adamw|magnitudes|add_parts$)|adam"),
+    ("octavo's other kernels", r"^_(?!Z)|^(amax|cast)_kernel$"),
 )
-"""Kind → pattern of names; the first that matches counts. The names of octavo's own kernels begin with an underscore."""
+"""Kind → pattern of names; the first that matches counts. The names of octavo's own kernels begin with an underscore, or are those
+of activations."""
 
 
 def kind_of(name: str) -> str:
