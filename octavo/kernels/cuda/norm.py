@@ -38,7 +38,7 @@ from octavo.kernels.cuda.tiles import (
     store_codes,
     tile_rows,
 )
-from octavo.kernels.reference import ALIGN
+from octavo.kernels.cuda.transpose import geometry
 
 MAX_COLUMNS = 16_384
 
@@ -190,8 +190,7 @@ def norm_cast(
     if unfit(x):
         return reference.norm_cast(x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, stats=stats)
     x, (m, k), fmt = rows_of(x), x.shape, Format.of(dtype)
-    m_padded, k_padded = -(-m // ALIGN) * ALIGN, -(-k // ALIGN) * ALIGN
-    tiles_m, tiles_k = triton.cdiv(m_padded, TILE_M), triton.cdiv(k_padded, TILE_K)
+    m_padded, k_padded, tiles_m, tiles_k = geometry(m, k, TILE_M, TILE_K)
     codes = x.new_empty((m_padded, k_padded), dtype=dtype) if row else None
     codes_t = x.new_empty((k_padded, m_padded), dtype=dtype) if col else None
     amax = x.new_zeros((), dtype=torch.float32)
