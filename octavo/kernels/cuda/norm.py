@@ -168,7 +168,7 @@ def norm_stats(
     _launch_stats(min(max(block // 1024, 1), 16), mean is None and bias is None)(
         min(m, (1 << 21) // block),
         (x, weight.contiguous(), None if bias is None else bias.contiguous(), mean, rstd, amax.view(torch.int32)),
-        *(m, x.stride(0), eps, k, block, 3),
+        *(m, x.stride(0), float(eps), k, block, 3),
     )
     return mean, rstd, amax
 
