@@ -17,6 +17,7 @@ from octavo.kernels.reference import ALIGN
 
 
 def new_stats(x: Tensor, count: bool) -> Tensor:
+    """Zeros for counts of saturated and flushed elements, or nothing if none are counted."""
     return torch.zeros(2 if count else 0, dtype=torch.int64, device=x.device)
 
 
@@ -26,6 +27,7 @@ def or_empty(x: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded(size: int) -> int:
+    """`size` rounded up to what the tensor cores take."""
     return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
