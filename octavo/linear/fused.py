@@ -173,7 +173,7 @@ class _NormLinear(torch.autograd.Function):
         )
         dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
         dw = _weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
-        _release(ctx.weight, needs[3])
+        release_operand(ctx.weight, needs[3])
         dx, dgain, dshift = kernels.norm_backward(dn, x, norm_weight, mean, rstd, None)
         return dx, dgain.to(norm_weight.dtype), _to(dshift, ctx.dtypes[0]), dw, _to(db, ctx.dtypes[1]), None, None, None
 
@@ -230,7 +230,7 @@ class _FeedForward(torch.autograd.Function):
             if a_codes_t is None:
                 a_codes_t = kernels.activation_cast(h, kind, a_scale, recipe.input.dtype, row=False)[1]
             dw2 = _weight_gradient(operand, a_codes_t, a_inverse, w2, out)
-        _release(w2, needs[5])
+        release_operand(w2, needs[5])
         fmt = up.recipe.grad_output
         assert fmt is not None
 
@@ -241,7 +241,7 @@ class _FeedForward(torch.autograd.Function):
         operand, _, (db1,) = _cast(amax, cast, x.device, fmt, up.recipe.power_of_two, Past(up.scaling, True))
         dn = dgrad(operand, w1, up, x.shape, x.dtype)
         dw1 = _weight_gradient(operand, n_codes_t, n_inverse, w1, up) if needs[3] else None
-        _release(w1, needs[3])
+        release_operand(w1, needs[3])
         dx, dgain, dshift = kernels.norm_backward(dn, x, norm_weight, mean, rstd, dy)
         norm_dtype, b1_dtype, b2_dtype = ctx.dtypes
         gradients = (dx, dgain.to(norm_weight.dtype), _to(dshift, norm_dtype), dw1, _to(db1, b1_dtype), dw2)
@@ -258,11 +258,6 @@ def _product(x: Operand, weight: Tensor, bias: Tensor | None, gemms: Gemms, m: i
 
 def _weight_gradient(dy: Operand, x_codes_t: Tensor, x_inverse: Tensor, weight: Tensor, gemms: Gemms) -> Tensor:
     return stored_gradient(wgrad(dy, x_codes_t, x_inverse, weight, gemms), weight, gemms)
-
-
-def _release(weight: Tensor, has_gradient: bool) -> None:
-    if not is_compiling() and (has_gradient or not weight.requires_grad):
-        release_operand(weight)
 
 
 def _to(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -105,8 +105,7 @@ class LinearFunction(torch.autograd.Function):
                 dw = wgrad(dy_operand, x_codes_t, x_inverse, weight, gemms)
         if dw is not None:
             dw = stored_gradient(dw, weight, gemms)
-        if ctx.version is not None and (need_w or not weight.requires_grad):
-            release_operand(weight)
+        release_operand(weight, need_w)
         db = None
         if need_b:
             db = (column_sum(dy) if sums is None else sums).to(ctx.bias_dtype)

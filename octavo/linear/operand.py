@@ -168,12 +168,16 @@ def drop_weight_cache(params: Iterable[Tensor]) -> None:
         param.__dict__.pop("_octavo_cast", None)
 
 
-def release_operand(weight: Tensor) -> None:
+def release_operand(weight: Tensor, has_gradient: bool) -> None:
     """Called in backward: free the FP8 operands of `weight`, unless another micro-batch will read them before it changes.
+
+    `has_gradient`: this backward makes one for it. A weight that wants one and gets none here has another backward to come.
 
     That is known once a gradient was found waiting: then the weight belongs to a loop that accumulates, now and in later steps.
     A weight that never gets a gradient, frozen or computed from other parameters, is freed always.
     """
+    if is_compiling() or weight.requires_grad and not has_gradient:
+        return
     if not (weight.requires_grad and weight.is_leaf):
         return drop_weight_cache([weight])
     accumulates = weight.grad is not None or getattr(weight, "_octavo_accumulates", False)
