@@ -8,7 +8,8 @@ mixed precision holds 4 + 4 + 4 + 4 = 16 (Eq. 7).
 Three departures from the paper's own table, each because a measurement asked for it (docs/numerics.md): masters and moments are
 rounded stochastically, since round-to-nearest FP16 loses most of a fine-tuning-sized update; the second moment is stored as
 its square root with blocks of scales on the first moment, since one scale per tensor flushes small values to zero; and updates
-are cut to what exact Adam could do. The recipes named `paper…` keep the paper's choices.
+are cut to what exact Adam could do. The recipes named `paper…` keep the paper's choices, and store the moments of the embedding
+and the head in small formats too, as its code does.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Recipe:
     """Storage of Adam's first moment."""
     exp_avg_sq: Format = FP32
     """Storage of Adam's second moment."""
+    moments_of: Literal["converted", "matrices"] = "converted"
+    """Whose moments are stored in `exp_avg` and `exp_avg_sq`: those of converted weights, or of all parameters with two dimensions or
+    more, embedding and output head included. The moments of all other parameters are FP32."""
     exp_avg_block: int | None = None
     """Elements per scale of the first moment, over the flattened tensor; None is one scale per tensor."""
     exp_avg_sq_block: int | None = None
@@ -72,13 +76,21 @@ class Recipe:
         if any(f is None for f in gemm) != all(f is None for f in gemm):
             raise self._error("input, weight and grad_output must be set together, or all be None")
         if any(f is not None and f not in FP8 for f in gemm):
-            raise self._error("input, weight and grad_output must be E4M3 or E5M2: the FP8 tensor cores read nothing else")
+            raise self._error(
+                "input, weight and grad_output must be E4M3 or E5M2: the FP8 tensor cores read nothing else"
+            )
         if self.input is E5M2 or self.weight is E5M2:
-            raise self._error("input and weight must be E4M3: no tensor core multiplies E5M2 by E5M2 in the backward GEMMs")
+            raise self._error(
+                "input and weight must be E4M3: no tensor core multiplies E5M2 by E5M2 in the backward GEMMs"
+            )
         if self.input is None and (self.master is not None or self.grad is not None):
-            raise self._error("master and grad apply to converted layers, and without an input format none is converted")
+            raise self._error(
+                "master and grad apply to converted layers, and without an input format none is converted"
+            )
         if self.master is not None and self.master not in (FP16, BF16, E4M3):
-            raise self._error("master must be FP16, BF16, E4M3 or None; for an FP32 master keep FP32 parameters and master=None")
+            raise self._error(
+                "master must be FP16, BF16, E4M3 or None; for an FP32 master keep FP32 parameters and master=None"
+            )
         if self.grad is not None and self.grad is not E4M3:
             raise self._error("grad must be E4M3 or None: gradients are stored and summed with three mantissa bits")
         if self.master is not None and self.grad is None:
@@ -88,12 +100,14 @@ class Recipe:
             if block is not None and (block < 16 or block & (block - 1) or block > 4096):
                 raise self._error(f"{field}_block is {block}: use a power of two from 16 to 4096, or None")
             if block is not None and getattr(self, field) in (FP32, BF16):
-                raise self._error(f"{field}_block={block} has no meaning for {getattr(self, field).name}, which needs no scale")
+                raise self._error(
+                    f"{field}_block={block} has no meaning for {getattr(self, field).name}, which needs no scale"
+                )
         if self.rounding not in ("nearest", "stochastic"):
             raise self._error(f"rounding is {self.rounding!r}: use 'nearest' or 'stochastic'")
         if self.scaling not in ("current", "delayed"):
             raise self._error(f"scaling is {self.scaling!r}: use 'current' or 'delayed'")
-        for field in ("grad_reduce", "grad_scaling"):
+        for field in ("moments_of", "grad_reduce", "grad_scaling"):
             choices = get_args(get_type_hints(Recipe)[field])
             if getattr(self, field) not in choices:
                 raise self._error(f"{field} is {getattr(self, field)!r}: use one of {', '.join(choices)}")
@@ -114,7 +128,9 @@ class Recipe:
 BASELINE = Recipe("bf16", input=None, weight=None, grad_output=None, grad=None)
 O1 = Recipe("O1")
 O2 = Recipe("O2", master=FP16, exp_avg=E4M3, exp_avg_block=128, exp_avg_sq=FP16, sqrt_exp_avg_sq=True)
-PAPER = Recipe("paper", master=FP16, exp_avg=E4M3, exp_avg_sq=FP16, clamp_update=False, rounding="nearest")
+PAPER = Recipe(
+    "paper", master=FP16, exp_avg=E4M3, exp_avg_sq=FP16, moments_of="matrices", clamp_update=False, rounding="nearest"
+)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

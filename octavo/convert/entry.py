@@ -15,9 +15,8 @@ from octavo.convert.layers import check_arguments, convert
 from octavo.convert.policy import Filter
 from octavo.linear import FP8Linear
 from octavo.optim import Adam, AdamW
-from octavo.optim.state import store_moments
+from octavo.optim.state import has_small_moments, store_moments
 from octavo.recipe import Recipe, get_recipe
-from octavo.tensor import ScaledTensor
 
 
 def initialize(
@@ -105,7 +104,7 @@ def _replace(old: torch.optim.Optimizer, recipe: Recipe) -> AdamW:
     if old.state:
         new.load_state_dict(old.state_dict())
         for param, state in new.state.items():
-            if isinstance(param, ScaledTensor):
+            if has_small_moments(param, recipe):
                 store_moments(state, recipe)
     for number, (group, fresh) in enumerate(zip(old.param_groups, new.param_groups, strict=True)):
         group.update(fresh)

@@ -2,7 +2,7 @@
 
 A converted parameter (a `ScaledTensor`) is its own master: there is no second copy of the weights. Per parameter of O2 that is
 2 (FP16 + scale) + 1 (E4M3 gradient) + 1 (E4M3 first moment in blocks) + 2 (FP16 √v) = 6 B, where the usual mixed precision holds 16
-(Eq. 8 and 7 of FP8-LM). Every other parameter keeps FP32 moments.
+(Eq. 8 and 7 of FP8-LM). Every other parameter keeps FP32 moments, unless the recipe wants those of all matrices small.
 
 A step reads and writes each parameter once (`kernels.adamw`). Around these passes stand a few batched operations on 0-d tensors
 (`kernels.adamw_scalars`), so the host never waits for the device. Rounding is stochastic unless the recipe says otherwise: to
@@ -59,7 +59,7 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or groups of them: FP32, BF16, FP16 or `ScaledTensor`.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`; lr may be a 0-d tensor.
-        recipe: formats of the moments of converted parameters, and the rounding of everything.
+        recipe: formats of the moments and whose they are (`Recipe.moments_of`), and the rounding of everything.
         seed: of stochastic rounding, together with the step and the position of an element among all elements.
 
     Raises `ValueError` for hyper-parameters out of range, parameters of other dtypes, and sparse gradients.

@@ -78,13 +78,20 @@ def gradient(param: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return grad.contiguous(), None, None
 
 
+def has_small_moments(param: Tensor, recipe: Recipe) -> bool:
+    """Whether the moments of `param` are in the recipe's formats; a converted one is told by itself or by its gradient."""
+    if recipe.moments_of == "matrices" and param.dim() >= 2:
+        return True
+    return isinstance(param, ScaledTensor) or isinstance(param.grad, ScaledTensor)
+
+
 def initial_state(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
-    """Zero moments: in the recipe's formats for a converted parameter (told by itself or by its gradient), else FP32."""
-    converted = isinstance(param, ScaledTensor) or isinstance(param.grad, ScaledTensor)
+    """Zero moments: in the recipe's formats if `has_small_moments`, else FP32."""
+    small = has_small_moments(param, recipe)
     state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
     for name in MOMENTS:
-        fmt: Format = getattr(recipe, name) if converted else FP32
-        block: int | None = getattr(recipe, f"{name}_block") if converted else None
+        fmt: Format = getattr(recipe, name) if small else FP32
+        block: int | None = getattr(recipe, f"{name}_block") if small else None
         state[name] = torch.zeros(param.shape, dtype=fmt.dtype, device=param.device)
         if block is not None or has_scale(fmt):
             shape = () if block is None else (-(-param.numel() // block),)
@@ -93,7 +100,7 @@ def initial_state(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
 
 
 def store_moments(state: dict[str, Tensor], recipe: Recipe) -> None:
-    """Puts the FP32 moments of a converted parameter, as a stock optimizer leaves them, into the formats of the recipe."""
+    """Puts FP32 moments, as a stock optimizer leaves them, into the formats of the recipe."""
     for name in MOMENTS:
         fmt: Format = getattr(recipe, name)
         block: int | None = getattr(recipe, f"{name}_block")
@@ -134,7 +141,7 @@ def describe(recipe: Recipe) -> str:
         root = "sqrt of " if name == "exp_avg_sq" and recipe.sqrt_exp_avg_sq else ""
         block = getattr(recipe, f"{name}_block")
         words.append(f"{name} {root}{getattr(recipe, name)}" + (f" in blocks of {block}" if block else ""))
-    return ", ".join(words)
+    return ", ".join(words) + (" of all matrices" if recipe.moments_of == "matrices" else "")
 
 
 @dataclass

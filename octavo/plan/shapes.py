@@ -89,13 +89,14 @@ class Setup:
 
     def state_bytes(self, name: str) -> int:
         """Both moments with their scales, and the step."""
-        if not self.converted(name):
-            return 8 * self.size(name) + 4
-        moments = (
-            (self.recipe.exp_avg, self.recipe.exp_avg_block),
-            (self.recipe.exp_avg_sq, self.recipe.exp_avg_sq_block),
-        )
-        return 4 + sum(_stored(self.size(name), fmt, block) for fmt, block in moments)
+        return self.moment_bytes(self.size(name), self.converted(name)) + 4
+
+    def moment_bytes(self, count: int, converted: bool = False) -> int:
+        """Both moments of a matrix of `count` elements, with their scales."""
+        r = self.recipe
+        if not converted and r.moments_of == "converted":
+            return 8 * count
+        return _stored(count, r.exp_avg, r.exp_avg_block) + _stored(count, r.exp_avg_sq, r.exp_avg_sq_block)
 
     def operand_bytes(self, name: str) -> int:
         """The copy of the weight that eager GEMMs read, alive from forward to backward: row-major and transposed FP8, or BF16.
@@ -122,13 +123,23 @@ class Setup:
         """Elements of embeddings, head, norms and biases, and of layers that stay plain."""
         return self.model.num_parameters - self.converted_parameters
 
+    @property
+    def other_matrices(self) -> list[int]:
+        """Elements of each of the other parameters that is a matrix: plain layers, embedding, head, learned positions."""
+        m = self.model
+        plain = [self.size(name) for name in self.linears if not self.converted(name)] * m.n_layers
+        tables = [self.head_elements] * (1 if m.tie_embeddings else 2)
+        return plain + tables + ([m.max_seq_len * m.dim] if m.positions == "learned" else [])
+
     def resident(self) -> dict[str, int]:
         """Bytes that rest between steps, by kind."""
         layers, names = self.model.n_layers, [name for name in self.linears if self.converted(name)]
+        matrices = self.other_matrices
+        other_states = sum(map(self.moment_bytes, matrices)) + 8 * (self.other_parameters - sum(matrices))
         found = {
             WEIGHTS: layers * sum(self.weight_bytes(name) for name in names),
             OTHER: 4 * self.other_parameters,
-            STATES: layers * sum(self.state_bytes(name) for name in names) + 8 * self.other_parameters,
+            STATES: layers * sum(self.state_bytes(name) for name in names) + other_states,
         }
         return {kind: size for kind, size in found.items() if size}
 
