@@ -29,6 +29,7 @@ ROWS = {
     "paper-4": replace(PAPER, exp_avg_sq=E4M3),
     "blocks": replace(O2, exp_avg_sq=E4M3, exp_avg_sq_block=32),
     "FP32": UpdateFormats(FP32, FP32, FP32),
+    "FP32, small moments": replace(PAPER, param=FP32, param_scaled=False),
     "Adam": replace(O2, decoupled=False),
 }
 
@@ -56,7 +57,7 @@ class Run:
         step = torch.tensor([float(self.t)])
         one = torch.ones(())
         scales = torch.stack([one if s.dim() else s for s in self.scales])
-        columns, ok = adamw_scalars(
+        columns, scales, ok = adamw_scalars(
             step, scales[None], self.maxima[None], torch.ones(1), kernels.amax(grad)[None], residual=False,
             formats=self.formats, **self.hyper,
         )  # fmt: skip
@@ -69,8 +70,7 @@ class Run:
         reference_adamw([operands], scalars[None], key[None], ok, maxima[None], self.formats)
         if ok:
             self.maxima = maxima
-            new = (columns.param_scale[0], columns.exp_avg_scale[0], columns.exp_avg_sq_scale[0])
-            self.scales = [old if old.dim() else n for old, n in zip(self.scales, new, strict=True)]
+            self.scales = [old if old.dim() else new[0] for old, new in zip(self.scales, scales, strict=True)]
         return scalars
 
     def real(self, which: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from measuring import measure
 from octavo.cli import main
 from octavo.models import SIZES, TransformerConfig
 from octavo.plan import GPUS, Setup, largest_micro_batch, make_plan, setup_of, simulate
-from octavo.plan.shapes import KINDS
+from octavo.plan.shapes import KINDS, STATES
 from octavo.plan.speed import step_time
 from octavo.plan.tape import Tape
 from octavo.recipe import RECIPES
@@ -56,8 +56,21 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
         (dataclasses.replace(GPT, dtype=torch.float32), {}),
         (GPT, {"recipe": "paper"}),
         (GPT, {"recipe": "paper-3"}),
+        (dataclasses.replace(GPT, tie_embeddings=True), {"recipe": "paper-4"}),
+        (dataclasses.replace(GPT, positions="learned", ffn_bias=True), {"recipe": "paper-4"}),
     ],
-    ids=["accumulating", "accumulating-3", "partial", "two_pass", "tied", "fp32", "paper", "paper-3"],
+    ids=[
+        "accumulating",
+        "accumulating-3",
+        "partial",
+        "two_pass",
+        "tied",
+        "fp32",
+        "paper",
+        "paper-3",
+        "paper-4 tied",
+        "paper-4 learned",
+    ],
 )
 def test_peak_of_other_ways_to_train(model, changes, seed):
     changes = {"recipe": "O2", **changes}
@@ -111,6 +124,16 @@ def test_bytes_between_steps_are_those_of_the_recipe():
         names = list(setup.linears)
         size = sum(setup.weight_bytes(name) + setup.state_bytes(name) for name in names)
         assert size / sum(setup.size(name) for name in names) == pytest.approx(want, rel=1e-3)
+
+
+def test_moments_of_embedding_and_head_are_small_where_the_recipe_says_so():
+    setup = setup_of(override(get_preset("gpt_7b"), ["model.vocab_size=50257"]))
+    tables = 2 * setup.head_elements
+    plain, small = (
+        dataclasses.replace(setup, recipe=dataclasses.replace(RECIPES["O2"], moments_of=whose)).resident()[STATES]
+        for whose in ("converted", "matrices")
+    )
+    assert plain - small == 8 * tables - (3 * tables + tables // 128 * 4 + 2 * 4)
 
 
 def test_13b_and_20b_train_on_one_h200():

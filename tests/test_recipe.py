@@ -32,7 +32,9 @@ def test_bytes_per_parameter(name, expected):
 def test_rows_of_table_6_differ_in_one_field_only():
     def differences(recipe: Recipe) -> dict:
         fields = (field.name for field in dataclasses.fields(Recipe) if field.name != "name")
-        return {name: getattr(recipe, name) for name in fields if getattr(recipe, name) != getattr(RECIPES["paper"], name)}
+        return {
+            name: getattr(recipe, name) for name in fields if getattr(recipe, name) != getattr(RECIPES["paper"], name)
+        }
 
     assert differences(RECIPES["paper-2b"]) == {"master": BF16}
     assert differences(RECIPES["paper-3"]) == {"master": E4M3}
@@ -64,6 +66,7 @@ def test_names_are_those_of_the_table():
         ({"exp_avg_block": 100}, "power of two"),
         ({"exp_avg_block": 8192}, "16 to 4096"),
         ({"exp_avg": FP32}, "needs no scale"),
+        ({"moments_of": "all"}, "moments_of is 'all': use one of converted, matrices"),
         ({"rounding": "up"}, "'nearest' or 'stochastic'"),
         ({"scaling": "past"}, "'current' or 'delayed'"),
     ],

@@ -39,6 +39,8 @@ ROWS = {
     "FP32": UpdateFormats(FP32, FP32, FP32),
     "BF16": UpdateFormats(BF16, FP32, FP32),
     "FP16": UpdateFormats(FP16, FP32, FP32),
+    "FP32, small moments": replace(O2, param=FP32, param_scaled=False),
+    "BF16, small moments": replace(O2, param=BF16, param_scaled=False, exp_avg_block=None, clamp_ratio=False),
 }
 NEAREST = {
     "paper": PAPER,
@@ -46,6 +48,9 @@ NEAREST = {
     "paper-3": replace(PAPER, param=E4M3),
     "paper-4": replace(PAPER, exp_avg_sq=E4M3),
     "O2 nearest": replace(O2, stochastic=False),
+    "paper, plain FP32": replace(PAPER, param=FP32, param_scaled=False),
+    "paper-4, plain FP32": replace(PAPER, param=FP32, param_scaled=False, exp_avg_sq=E4M3),
+    "paper-4, plain BF16": replace(PAPER, param=BF16, param_scaled=False, exp_avg_sq=E4M3),
 }
 if not INTERPRET:
     ROWS |= NEAREST
@@ -85,7 +90,7 @@ def case(n: int, formats: UpdateFormats, gradient: str, offset: int = 0) -> tupl
     ]
     single = [p_scale, one if formats.exp_avg_block else m_scale, one if formats.exp_avg_sq_block else v_scale]
     step = torch.tensor([5.0])
-    columns, ok = adamw_scalars(
+    columns, _, ok = adamw_scalars(
         step,
         torch.stack(single)[None],
         torch.stack([kernels.amax(codes) for codes in (p, m, v)])[None],
@@ -185,6 +190,7 @@ def model(recipe: str, shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
     params = [nn.Parameter(cast(torch.randn(shape, device="cuda") * 0.02, fmt)) for shape in shapes]
     return [
         *params,
+        nn.Parameter(torch.randn(70, 30, device="cuda")),
         nn.Parameter(torch.randn(100, device="cuda")),
         nn.Parameter(torch.randn(50, device="cuda").bfloat16()),
     ]
