@@ -8,7 +8,7 @@ models (`octavo.models`) and the data (`octavo.data`) are imported by name.
 
 __version__ = "0.1.0"  # first: octavo's own modules may read it
 
-from octavo.convert import convert, convert_report, export, initialize
+from octavo.convert import BreakEven, convert, convert_report, export, initialize
 from octavo.distributed import DataParallel
 from octavo.formats import BF16, E4M3, E5M2, FP16, FP32, Format, NumericsError
 from octavo.linear import FP8Linear
@@ -22,6 +22,7 @@ __all__ = [
     "initialize",
     "convert",
     "convert_report",
+    "BreakEven",
     "export",
     "FP8Linear",
     "AdamW",

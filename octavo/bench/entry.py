@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from octavo.bench.break_even import REPEATS, run_break_even
 from octavo.bench.ceilings import describe, measure_ceiling
 from octavo.bench.kernels import run_kernels
 from octavo.bench.linear import run_linear
@@ -47,6 +48,10 @@ DEFAULTS = {
 def bench(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> list[Row]:
     """Run what `arguments` ask for. Raises `ValueError` for what cannot be, before anything is measured."""
     names = [name for name in BENCHMARKS if name in arguments.benchmarks] or list(BENCHMARKS)
+    if arguments.break_even is not None and arguments.benchmarks:
+        raise ValueError(
+            f"--break-even runs alone, and {arguments.benchmarks[0]!r} is a benchmark: leave one of them out"
+        )
     unknown = sorted({*arguments.benchmarks} - {*BENCHMARKS})
     if unknown:
         raise ValueError(f"there is no benchmark {unknown[0]!r}: use {', '.join(BENCHMARKS)}")
@@ -65,6 +70,8 @@ def bench(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> 
         raise ValueError("model.dtype must be bf16: everything is compared with BF16")
     record = Record(conditions(device), say, options.csv)
     say(", ".join(f"{name} {value}" for name, value in record.conditions.items() if value))
+    if options.break_even is not None:
+        return run_break_even(Run(device, REPEATS, config.recipe, record), options.break_even)
     ceiling = None
     if options.roofline or "kernels" in names:
         ceiling = measure_ceiling(device, options.repeats)

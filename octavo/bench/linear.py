@@ -44,7 +44,7 @@ def run_linear(run: Run, tokens: int, shapes: list[tuple[int, int]]) -> None:
                 floor = plain_linear_ms if variant == BASELINE else linear_ms if ours else None
                 floor_ms = None if floor is None else floor(tokens, inputs, outputs, run.ceiling)
                 one = dataclasses.replace(row, variant=variant, mode=mode, floor_ms=floor_ms)
-                run.add(one, lambda row: _time(run, row, build, inputs, outputs), BASELINE, mode)  # noqa: B023
+                run.add(one, lambda row: time_layer(run, row, build, inputs, outputs), BASELINE, mode)  # noqa: B023
 
 
 def variants(run: Run, inputs: int, outputs: int) -> dict[str, Callable[[], Layer]]:
@@ -65,7 +65,8 @@ def variants(run: Run, inputs: int, outputs: int) -> dict[str, Callable[[], Laye
     }
 
 
-def _time(run: Run, row: Row, build: Callable[[], Layer], inputs: int, outputs: int) -> Row:
+def time_layer(run: Run, row: Row, build: Callable[[], Layer], inputs: int, outputs: int) -> Row:
+    """The row with the time and error of forward and backward, in its mode and for its tokens."""
     assert row.tokens is not None
     layer, context = build()
     w = run.normal(outputs, inputs, std=inputs**-0.5, seed=1)

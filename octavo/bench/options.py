@@ -22,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure copy, GEMM and attention rates first, and give each time its floor",
     )
+    parser.add_argument(
+        "--break-even",
+        type=Path,
+        metavar="PATH",
+        help="instead of all benchmarks: time FP8 and BF16 linear layers of many shapes, and write the table that convert decides by",
+    )
     parser.add_argument("--csv", type=Path, metavar="PATH", help="all rows with their conditions")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="bars of throughput and memory")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.convert.break_even import Rule
 from octavo.convert.layers import check_arguments, convert
 from octavo.convert.policy import Filter
 from octavo.linear import FP8Linear
@@ -25,11 +26,12 @@ def initialize(
     recipe: str | Recipe = "O2",
     *,
     filter: Filter | None = None,
+    break_even: Rule | bool = True,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Convert `model` in place and return it with the optimizer to use from now on.
 
     Args:
-        model, recipe, filter: see `convert`.
+        model, recipe, filter, break_even: see `convert`.
         optimizer: torch.optim.AdamW or Adam become `octavo.AdamW` or `octavo.Adam`, which take over parameter groups,
             hyper-parameters, hooks and state; stepping the old object is then an error. Octavo's own are kept. Any other is kept
             with O1, where it sees plain parameters and FP8 gradients. With `scaling="delayed"` the optimizer's step moves the
@@ -38,7 +40,7 @@ def initialize(
     Raises `ValueError`, before anything changes, if the optimizer cannot work with the recipe, or `convert` cannot; `TypeError`
     for an argument in the place of another.
     """
-    check_arguments(model, filter)
+    check_arguments(model, filter, break_even)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer is {optimizer!r:.80}, but it must be a torch.optim.Optimizer or None: "
@@ -47,7 +49,7 @@ def initialize(
     recipe = get_recipe(recipe)
     if optimizer is not None:
         _check_optimizer(optimizer, recipe)
-    convert(model, recipe, filter=filter)
+    convert(model, recipe, filter=filter, break_even=break_even)
     if optimizer is None:
         return model, None
     if recipe.converts and type(optimizer) in _STOCK:

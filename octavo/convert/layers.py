@@ -7,8 +7,11 @@ converted as a whole or not at all.
 
 from __future__ import annotations
 
+import warnings
+
 from torch import Tensor, nn
 
+from octavo.convert.break_even import Rule, TooSlow, default_rule
 from octavo.convert.policy import DefaultPolicy, Filter, LayerReport, fp8_class, impossible, is_candidate
 from octavo.linear import FP8Linear, replaceable
 from octavo.recipe import Recipe, get_recipe
@@ -18,28 +21,35 @@ SKIPPED = "_octavo_skipped"
 """Attribute of a module that `convert` considered and left: the reason."""
 
 
-def convert(model: nn.Module, recipe: str | Recipe = "O2", *, filter: Filter | None = None) -> nn.Module:
+def convert(
+    model: nn.Module, recipe: str | Recipe = "O2", *, filter: Filter | None = None, break_even: Rule | bool = True
+) -> nn.Module:
     """Convert the linear layers of `model` to `recipe` in place, and return it.
 
     Args:
         model: any module, on any device, also meta; its dtypes, `requires_grad`, hooks and names stay.
         recipe: name or `Recipe`. One without an input format (`bf16`) converts nothing.
         filter: (module, full name) -> whether to convert; replaces the default choice (all linear layers but output heads,
-            routers and layers with a side under 32). `convert_report` tells what was skipped and why.
+            routers, layers with a side under 32 and those that FP8 slows down). `convert_report` tells what was skipped and why.
+        break_even: which layers FP8 slows down. True takes octavo's own measurements, at 16,384 tokens and not compiled;
+            `octavo.BreakEven(tokens=…, compiled=…, table=…)` says what is the case. Where the device that holds the
+            weight was not measured, which includes every CPU, none is left for its speed. False leaves none anywhere.
 
-    Converting again with the same recipe changes nothing, except that a new filter may add layers. A weight that layers share
-    with a module that stays plain (a tied embedding) is multiplied in FP8 but stored plain.
+    Converting again with the same recipe changes nothing, except that a new filter or another `break_even` may add layers. A
+    weight that layers share with a module that stays plain (a tied embedding) is multiplied in FP8 but stored plain. If every layer
+    that the default would take is faster as it is, nothing changes and a warning says so.
 
     Raises `ValueError`, before anything changes, if the model has layers of another recipe, none that can be converted, or
-    weights that a view or an unfinished backward pass holds; `TypeError` if `model` is no module or `filter` no function.
+    weights that a view or an unfinished backward pass holds; `TypeError` if `model` is no module or `filter` or `break_even` no
+    function.
     """
-    check_arguments(model, filter)
+    check_arguments(model, filter, break_even)
     recipe = get_recipe(recipe)
     modules = dict(model.named_modules())
     _check_recipe(modules, recipe)
     if not recipe.converts:
         return model
-    chosen, skipped = _choose(model, modules, filter)
+    chosen, skipped = _choose(model, modules, filter, break_even)
     _check_chosen(modules, chosen, skipped, recipe)
     shared = _shared_with_plain(modules, chosen)
     for fqn, reason in skipped.items():
@@ -85,8 +95,8 @@ def export(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_arguments(model: nn.Module, filter: Filter | None) -> None:
-    """Raises `TypeError` if `model` is no module or `filter` no function."""
+def check_arguments(model: nn.Module, filter: Filter | None, break_even: Rule | bool) -> None:
+    """Raises `TypeError` if `model` is no module or `filter` or `break_even` no function."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}, but it must be a torch.nn.Module: the model is the first argument"
@@ -95,6 +105,11 @@ def check_arguments(model: nn.Module, filter: Filter | None) -> None:
         raise TypeError(
             f"filter is {filter!r:.80}, but it must be a function (module, name) -> bool: "
             "to choose layers by name, pass filter=lambda module, name: name in [...]"
+        )
+    if not (isinstance(break_even, bool) or callable(break_even)):
+        raise TypeError(
+            f"break_even is {break_even!r:.80}, but it must be True, False or an octavo.BreakEven: "
+            "for the tokens of a forward, pass break_even=octavo.BreakEven(tokens=...)"
         )
 
 
@@ -107,9 +122,12 @@ def _check_recipe(modules: dict[str, nn.Module], recipe: Recipe) -> None:
             )
 
 
-def _choose(model: nn.Module, modules: dict[str, nn.Module], filter: Filter | None) -> tuple[list[str], dict[str, str]]:
+def _choose(
+    model: nn.Module, modules: dict[str, nn.Module], filter: Filter | None, break_even: Rule | bool
+) -> tuple[list[str], dict[str, str]]:
     """(names of the modules to convert, reasons of those to leave)."""
-    policy = DefaultPolicy(model)
+    rule = default_rule() if break_even is True else break_even or None
+    policy = DefaultPolicy(model, rule)
     chosen, skipped = [], {}
     for fqn, module in modules.items():
         if isinstance(module, FP8Linear) or not (is_candidate(module) or fp8_class(module)):
@@ -118,7 +136,9 @@ def _choose(model: nn.Module, modules: dict[str, nn.Module], filter: Filter | No
         if reason is None and filter is not None and not filter(module, fqn):
             reason = "the filter said no"
         if reason is None and filter is None:
-            reason = module.__dict__.get(SKIPPED) or policy.reason(module, fqn)
+            reason = module.__dict__.get(SKIPPED)
+            if reason is None or (isinstance(reason, TooSlow) and break_even is not True):
+                reason = policy.reason(module, fqn)
         if reason is None:
             chosen.append(fqn)
         else:
@@ -128,6 +148,12 @@ def _choose(model: nn.Module, modules: dict[str, nn.Module], filter: Filter | No
 
 def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dict[str, str], recipe: Recipe) -> None:
     if not chosen and not any(isinstance(module, FP8Linear) for module in modules.values()):
+        slow = [reason for reason in skipped.values() if isinstance(reason, TooSlow)]
+        if slow:
+            warnings.warn(
+                f"recipe {recipe.name!r} converts no layer, since none would be faster: {slow[0]}", stacklevel=3
+            )
+            return
         layers = "".join(f"\n  {fqn or 'the model itself'}: {reason}" for fqn, reason in list(skipped.items())[:8])
         raise ValueError(
             f"recipe {recipe.name!r} would convert no layer of {type(modules['']).__name__}; pass a filter to take layers that "

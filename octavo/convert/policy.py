@@ -2,8 +2,8 @@
 
 A layer is taken if octavo knows its forward to be x · wᵀ + bias and nothing else: exact classes only, for a subclass may do
 more. Of those, the default leaves out what FP8 would harm or slow down: output heads (their logits decide the loss, and they
-are a few percent of the work), routers of experts (a flipped choice is a large error), and layers with a side under 32.
-A filter given by the user replaces the default, not what octavo cannot do.
+are a few percent of the work), routers of experts (a flipped choice is a large error), layers with a side under 32, and those that were
+measured to be slower on their device (`break_even`). A filter given by the user replaces the default, not what octavo cannot do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from octavo.convert.break_even import Rule
 from octavo.linear import FP8Conv1D, FP8Linear
 
 Filter = Callable[[nn.Module, str], bool]
@@ -86,9 +87,10 @@ def impossible(module: nn.Module) -> str | None:
 
 
 class DefaultPolicy:
-    """Why a convertible layer should stay as it is, in the context of its model."""
+    """Why a convertible layer should stay as it is, in the context of its model and, with `break_even`, for its speed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, break_even: Rule | None = None) -> None:
+        self.break_even = break_even
         self.modules = dict(model.named_modules())
         self.embeddings = {
             id(module.weight): name for name, module in self.modules.items() if isinstance(module, nn.Embedding)
@@ -107,4 +109,8 @@ class DefaultPolicy:
             return "a router of experts"
         if min(weight.shape) < MIN_SIDE:
             return f"its weight {tuple(weight.shape)} has a side under {MIN_SIDE}, where FP8 is slower"
-        return None
+        if self.break_even is None:
+            return None
+        cls = fp8_class(module)
+        inputs, outputs = weight.shape if cls is not None and cls.input_first else weight.shape[::-1]
+        return self.break_even(inputs, outputs, weight.device)
