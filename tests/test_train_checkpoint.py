@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import resource
@@ -17,8 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from training import assert_same_checkpoint, newest, read_checkpoint, small_config
 
+from octavo.settings import override, to_dict
 from octavo.train import checkpoint
 from octavo.train.checkpoint import CheckpointError, check_match, latest, plain_tensors, read_meta, save
+from octavo.train.config import TrainConfig
 from octavo.train.trainer import Trainer
 
 
@@ -217,6 +220,15 @@ def test_mismatch_names_both_values() -> None:
         check_match(Path("p"), saved, {**saved, "model": {"dim": 32}})
     with pytest.raises(ValueError, match="seed = 0.*seed = 1"):
         check_match(Path("p"), saved, {**saved, "seed": 1})
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_its_default() -> None:
+    wanted = to_dict(override(TrainConfig(), ["recipe=paper"]))
+    saved = copy.deepcopy(wanted)
+    del saved["recipe"]["moments_of"], saved["data"]["documents"]
+    with pytest.raises(ValueError, match=r"recipe.moments_of = converted.*recipe.moments_of = matrices"):
+        check_match(Path("p"), saved, wanted)
+    check_match(Path("p"), saved, {**wanted, "recipe": {**wanted["recipe"], "moments_of": "converted"}})
 
 
 def test_another_text_is_named(tmp_path: Path) -> None:
