@@ -22,6 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo import kernels
+from octavo.convert.break_even import MEASURED, table_of
 from octavo.formats import E4M3
 from octavo.kernels import reference
 
@@ -51,7 +52,7 @@ def diagnose() -> list[Check]:
     if torch.cuda.is_available():
         checks += [("Triton", _triton), ("NCCL", _nccl)]
     checks += [("FP8 GEMM", _gemm), ("FP8 cast", _cast), ("attention", _attention), ("memory", _memory)]
-    checks += [("training tools", _packages)]
+    checks += [("break-even", _break_even), ("training tools", _packages)]
     return [_guarded(name, check) for name, check in checks]
 
 
@@ -107,9 +108,16 @@ def _gpu() -> Check:
         has_driver = shutil.which("nvidia-smi") is not None
         detail = "none: everything runs through the reference kernels on the CPU, correct but slow"
         if has_driver and torch.version.cuda is None:
-            return Check("GPU", False, "there is an NVIDIA driver, but PyTorch is a CPU build", "install PyTorch's CUDA build")
+            return Check(
+                "GPU", False, "there is an NVIDIA driver, but PyTorch is a CPU build", "install PyTorch's CUDA build"
+            )
         if has_driver:
-            return Check("GPU", False, "there is an NVIDIA driver, but PyTorch sees no device", "check `nvidia-smi` and the driver")
+            return Check(
+                "GPU",
+                False,
+                "there is an NVIDIA driver, but PyTorch sees no device",
+                "check `nvidia-smi` and the driver",
+            )
         return Check("GPU", True, detail)
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
     capability = torch.cuda.get_device_capability()
@@ -191,7 +199,12 @@ def _attention() -> Check:
     device = _device()
     dtype = torch.bfloat16
     working = []
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
+    for backend in (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ):
         q = torch.randn(1, 2, 128, 64, device=device, dtype=dtype, requires_grad=True)
         try:
             with sdpa_kernel(backend), torch.no_grad() if device == "cpu" else torch.enable_grad():
@@ -215,6 +228,18 @@ def _memory() -> Check:
         return Check("memory", ok, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free on the GPU", remedy)
     page = os.sysconf("SC_PAGE_SIZE")
     return Check("memory", True, f"{page * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB of main memory")
+
+
+def _break_even() -> Check:
+    """Which layers `octavo.convert` leaves for their speed, by octavo's own measurements."""
+    name = "break-even"
+    table = table_of(torch.device(_device()))
+    if table is None and not torch.cuda.is_available():
+        return Check(name, True, "nothing to measure without a GPU: no layer is left for its speed")
+    if table is None:
+        command = f"octavo bench --break-even {MEASURED.name}"
+        return Check(name, True, f"not measured on this device, so no layer is left for its speed: run `{command}`")
+    return Check(name, True, f"FP8 is faster in square layers d → d ({table.device}), {'; '.join(table.describe())}")
 
 
 def _packages() -> Check:

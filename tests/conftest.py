@@ -17,7 +17,9 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="seed of the random inputs; default: a fresh one for each test")
+    parser.addoption(
+        "--seed", type=int, default=None, help="seed of the random inputs; default: a fresh one for each test"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +43,15 @@ def seed(request: pytest.FixtureRequest) -> int:
     numpy.random.seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def all_shapes_are_converted() -> Iterator[None]:
+    """Layers as small as those of tests become FP8, also on a GPU that was measured: what decides by speed asks for it."""
+    from octavo.convert.break_even import deciding_by
+
+    with deciding_by(None):
+        yield
 
 
 @pytest.fixture(autouse=True)

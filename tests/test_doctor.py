@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo import doctor, kernels
+from octavo.convert import break_even
 from octavo.doctor import Check, diagnose
 
 
@@ -15,7 +16,9 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 def test_this_machine(seed):
     checks = by_name(diagnose())
-    assert {"PyTorch", "GPU", "FP8 GEMM", "FP8 cast", "attention", "memory", "training tools"} <= set(checks)
+    assert {"PyTorch", "GPU", "FP8 GEMM", "FP8 cast", "attention", "memory", "break-even", "training tools"} <= set(
+        checks
+    )
     assert torch.__version__ in checks["PyTorch"].detail
     assert checks["FP8 GEMM"].ok, checks["FP8 GEMM"].detail
     assert checks["FP8 cast"].ok, checks["FP8 cast"].detail
@@ -96,6 +99,27 @@ def test_gpu_by_compute_capability(monkeypatch, capability, ok, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     check = doctor._gpu()
     assert check.ok is ok and words in check.detail and bool(check.remedy) is not ok
+
+
+def test_break_even_where_it_was_measured(monkeypatch, tmp_path):
+    assert "without a GPU" in doctor._break_even().detail or torch.cuda.is_available()
+    path = tmp_path / "table.csv"
+    lines = [
+        f"{kind},a device,eager,{n},{d},{d},{d},512" for kind in ("cpu", "9.0") for n in (64, 128) for d in (256, 512)
+    ]
+    path.write_text("\n".join(["capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us", *lines]))
+    monkeypatch.setattr(break_even, "MEASURED", path)
+    check = doctor._break_even()
+    assert check.ok and check.detail.endswith(
+        "(a device), eager: at 64 tokens from d = 512, at 128 tokens from d = 512"
+    )
+
+
+def test_break_even_of_a_gpu_that_was_not_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (99, 0))
+    check = doctor._break_even()
+    assert check.ok and "octavo bench --break-even" in check.detail
 
 
 def test_old_torch_is_refused(monkeypatch):

@@ -209,7 +209,11 @@ def test_bad_checkpoints_are_one_sentence_of_the_command(
 def test_from_is_first_and_clears_the_architecture() -> None:
     for order in (["model.from=x", "model.dim=64"], ["model.dim=64", "model.from=x"]):
         model = override(tiny(), order).model
-        assert model == ModelConfig.from_checkpoint("x", dim=64) and model.n_layers is None and model.dialect is None
+        assert (
+            model == ModelConfig.from_checkpoint("x", dim=64, break_even=None)
+            and model.n_layers is None
+            and model.dialect is None
+        )
     with pytest.raises(ValueError, match="model.dim is none: a new model needs it"):
         override(tiny(), ["model.dim=none"])
     with pytest.raises(ValueError, match="checkpoint.*needs .*source.*copy it too|no checkpoint"):

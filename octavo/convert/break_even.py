@@ -200,6 +200,18 @@ class BreakEven:
         )
 
 
+@dataclass(frozen=True)
+class Left:
+    """The decisions of an earlier conversion: layers of these shapes, (inputs, outputs), stay as they are on any device."""
+
+    shapes: frozenset[tuple[int, int]]
+
+    def __call__(self, inputs: int, outputs: int, device: torch.device) -> TooSlow | None:
+        if (inputs, outputs) not in self.shapes:
+            return None
+        return TooSlow(f"FP8 was slower for {inputs:,} → {outputs:,} where the model was converted first")
+
+
 _default: ContextVar[Rule | None] = ContextVar("octavo_break_even", default=BreakEven())  # noqa: B039
 
 

@@ -12,7 +12,7 @@ import warnings
 from torch import Tensor, nn
 
 from octavo.convert.break_even import Rule, TooSlow, default_rule
-from octavo.convert.policy import DefaultPolicy, Filter, LayerReport, fp8_class, impossible, is_candidate
+from octavo.convert.policy import DefaultPolicy, Filter, LayerReport, fp8_class, impossible, is_candidate, sides
 from octavo.linear import FP8Linear, replaceable
 from octavo.recipe import Recipe, get_recipe
 from octavo.tensor import ScaledTensor
@@ -78,6 +78,12 @@ def convert_report(model: nn.Module) -> list[LayerReport]:
             reason = module.__dict__.get(SKIPPED) or impossible(module) or "not given to convert"
             reports.append(LayerReport(fqn, False, reason))
     return reports
+
+
+def left_for_speed(model: nn.Module) -> list[tuple[int, int]]:
+    """Shapes (inputs, outputs) of the layers that `break_even` left as they are; a run that goes on elsewhere keeps them."""
+    left = [module for module in model.modules() if isinstance(module.__dict__.get(SKIPPED), TooSlow)]
+    return sorted({sides(module) for module in left})
 
 
 def export(model: nn.Module) -> nn.Module:
@@ -151,7 +157,7 @@ def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dic
         slow = [reason for reason in skipped.values() if isinstance(reason, TooSlow)]
         if slow:
             warnings.warn(
-                f"recipe {recipe.name!r} converts no layer, since none would be faster: {slow[0]}", stacklevel=3
+                f"recipe {recipe.name!r} converts no layer, since none would be faster: {slow[0]}", stacklevel=1
             )
             return
         layers = "".join(f"\n  {fqn or 'the model itself'}: {reason}" for fqn, reason in list(skipped.items())[:8])

@@ -54,6 +54,14 @@ def fp8_class(module: nn.Module) -> type[FP8Linear] | None:
     return None
 
 
+def sides(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a module that has an FP8 class."""
+    assert isinstance(module.weight, torch.Tensor)
+    cls = fp8_class(module)
+    first, second = module.weight.shape
+    return (first, second) if cls is not None and cls.input_first else (second, first)
+
+
 def is_candidate(module: nn.Module) -> bool:
     """Whether the module holds a weight with two dims or more, so that a user may expect it to be converted."""
     return any(dim >= 2 for dim in _dims(module))
@@ -111,6 +119,4 @@ class DefaultPolicy:
             return f"its weight {tuple(weight.shape)} has a side under {MIN_SIDE}, where FP8 is slower"
         if self.break_even is None:
             return None
-        cls = fp8_class(module)
-        inputs, outputs = weight.shape if cls is not None and cls.input_first else weight.shape[::-1]
-        return self.break_even(inputs, outputs, weight.device)
+        return self.break_even(*sides(module), weight.device)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from octavo.convert import convert, export
+from octavo.convert.break_even import deciding_by
 from octavo.data.files import file_digest
 from octavo.data.tokenizers import load_tokenizer
 from octavo.evaluate.codec import Codec, OctavoCodec, TransformersCodec
@@ -161,7 +162,7 @@ def _load_run(source: Source, recipe: Recipe | None, dtype: str, device: torch.d
     recipe = recipe or run.config.recipe
     if recipe != run.config.recipe:
         export(forward)
-        convert(forward, recipe)
+        convert(forward, recipe, break_even=False)
     return _Parts(model, forward, _run_codec(run, add_bos), window, recipe)
 
 
@@ -183,12 +184,13 @@ def _load_transformers(
     model = load_transformers(source.path, parameters=dtype).model.to(device).requires_grad_(False)
     forward = CausalLM(model, torch.float32)  # without autocast: the model itself is in `dtype`
     _check_vocabulary(source.path, codec.size, forward.vocab_size)
-    convert(model, recipe)
+    convert(model, recipe, break_even=False)  # what FP8 does to the scores is asked, not to the time
     return _Parts(model, forward, codec, forward.max_seq_len or DEFAULT_WINDOW, recipe)
 
 
 def _load_decoder(source: Source, recipe: Recipe, dtype: torch.dtype, device: torch.device, codec: Codec) -> _Parts:
-    model = load_decoder(source.path, recipe=recipe, device=device, dtype=dtype).requires_grad_(False)
+    with deciding_by(None):
+        model = load_decoder(source.path, recipe=recipe, device=device, dtype=dtype).requires_grad_(False)
     _check_vocabulary(source.path, codec.size, model.config.vocab_size)
     return _Parts(model, model, codec, model.config.max_seq_len, recipe)
 

@@ -67,10 +67,12 @@ def load_run(path: str | Path, ranks: int, device: torch.device) -> tuple[SavedR
 
 def with_plain_gradients(model: nn.Module) -> None:
     """Keeps the GEMMs of a converted model and turns its weights and their gradients into plain tensors, in place."""
-    recipe = next((layer.recipe for layer in model.modules() if isinstance(layer, FP8Linear)), None)
-    if recipe is not None:
+    layers = {name: layer.recipe for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
+    if layers:
         export(model)
-        convert(model, dataclasses.replace(recipe, name=f"{recipe.name},grad=none", master=None, grad=None))
+        recipe = next(iter(layers.values()))
+        plain = dataclasses.replace(recipe, name=f"{recipe.name},grad=none", master=None, grad=None)
+        convert(model, plain, filter=lambda module, name: name in layers)
 
 
 def block_matrices(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from octavo.convert.break_even import Left
 from octavo.distributed.collectives import CollectiveError
 from octavo.distributed.launch import Place
 from octavo.linear import FP8Linear, drop_weight_cache
@@ -38,14 +39,17 @@ from octavo.tensor import ScaledTensor
 from octavo.train.config import TrainConfig
 
 META = "meta.json"
+LEFT = "left"
+"""Entry of `META`: shapes (inputs, outputs) of the linear layers that stayed as they are for their speed; none in older checkpoints."""
 ENTRIES = {"step": int, "config": dict, "stream": dict, "checksums": dict}
 """What `META` must hold for a run to go on."""
 TEMPORARY = ".tmp-"
 FIXED = ("recipe", "model", "data", "seed")
 """Groups of the config that a resumed run may not change: they decide what the tensors and the data position mean."""
 FINGERPRINT = "data.fingerprint"
-FREE = ("recipe.name", "model.recompute", "model.fused", "data.cache", "data.path")
-"""Settings within those groups that change nothing; the text itself is compared by its fingerprint, not its path."""
+FREE = ("recipe.name", "model.recompute", "model.fused", "model.break_even", "data.cache", "data.path")
+"""Settings within those groups that change nothing: the text itself is compared by its fingerprint, not its path, and the layers that
+stay as they are by those of `LEFT`."""
 
 
 class CheckpointError(OSError):
@@ -200,6 +204,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in ENTRIES.items()):
         raise _damaged(path)
     return meta
+
+
+def layers_left(meta: Mapping[str, Any]) -> Left:
+    """Which layers the model of a checkpoint has as they were."""
+    return Left(frozenset((inputs, outputs) for inputs, outputs in meta.get(LEFT, ())))
 
 
 def _checksums(path: Path) -> dict[str, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from octavo.convert import BreakEven
 from octavo.recipe import RECIPES, Recipe
 
 
@@ -49,6 +50,10 @@ class ModelConfig:
     """What backward computes again instead of keeping it: attention and SwiGLU's product, or each block from its input."""
     fused: bool = False
     """Norms, activations and rotations of converted blocks as kernels that write FP8 themselves."""
+    break_even: str | None = "auto"
+    """Linear layers that FP8 makes slower on this GPU, at the tokens of a micro-batch, stay as they are: `auto` asks octavo's own
+    measurements, a path those of `octavo bench --break-even`; none converts all, which takes less memory. A run that resumes keeps
+    its layers."""
 
     DECIDED_BY_FROM: ClassVar[tuple[str, ...]] = (
         "dialect",
@@ -68,7 +73,9 @@ class ModelConfig:
             optional = ("n_kv_heads", "ffn_dim", "vocab_size")
             unset = [name for name in self.DECIDED_BY_FROM if name not in optional and getattr(self, name) is None]
             if unset:
-                raise ValueError(f"model.{unset[0]} is none: a new model needs it; only model.from=PATH decides it otherwise")
+                raise ValueError(
+                    f"model.{unset[0]} is none: a new model needs it; only model.from=PATH decides it otherwise"
+                )
 
     @classmethod
     def from_checkpoint(cls, path: str, **settings: Any) -> ModelConfig:
@@ -235,7 +242,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.data.documents == "separate" and self.model.as_ == "transformers":
-            raise ValueError("data.documents=separate needs model.as=decoder: models of transformers see whole sequences")
+            raise ValueError(
+                "data.documents=separate needs model.as=decoder: models of transformers see whole sequences"
+            )
+
+    @property
+    def break_even(self) -> BreakEven | None:
+        """The rule of `model.break_even` for this run."""
+        table, tokens = self.model.break_even, self.data.seq_len * self.data.micro_batch
+        return None if table is None else BreakEven(tokens, self.train.compile, None if table == "auto" else table)
 
     @property
     def tokens_per_step(self) -> int:

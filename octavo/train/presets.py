@@ -28,11 +28,11 @@ from octavo.train.config import (
 
 
 def demo() -> TrainConfig:
-    """A small byte-level GPT on the text of this machine: minutes on two CPU cores, seconds on a GPU."""
+    """A small byte-level GPT on the text of this machine: minutes on two CPU cores, seconds on a GPU. In FP8 although it is small."""
     return TrainConfig(
         name="demo",
         out="runs/demo",
-        model=ModelConfig(dim=256, n_layers=3, n_heads=4),
+        model=ModelConfig(dim=256, n_layers=3, n_heads=4, break_even=None),
         data=DataConfig(seq_len=256, micro_batch=4, val_fraction=0.05, max_bytes=16_000_000),
         optim=OptimConfig(lr=1e-3, warmup_steps=40),
         train=LoopConfig(steps=320, eval_every=None, eval_batches=20),

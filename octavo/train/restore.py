@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.convert.break_even import Left
 from octavo.data.tokenizers import ByteTokenizer, load_tokenizer
 from octavo.hf.causal_lm import CausalLM
 from octavo.hf.checkpoint import Checkpoint
@@ -28,6 +29,8 @@ class SavedRun:
 
     checkpoint: Path
     config: TrainConfig
+    left: Left
+    """Shapes of the linear layers that were not converted for their speed."""
     source: Checkpoint | None
     """Config and tokenizer of the checkpoint that the run began from; None if its model was new."""
     tokenizer: str | Path
@@ -42,7 +45,8 @@ class SavedRun:
             raise ValueError(
                 f"{path} holds no checkpoint: give the folder of a run of octavo train, or of one of its checkpoints"
             )
-        values = checkpoint.read_meta(found)["config"]
+        meta = checkpoint.read_meta(found)
+        values = meta["config"]
         data = {key: value for key, value in values["data"].items() if key != "fingerprint"}
         config = from_dict(TrainConfig, {**values, "data": data})
         folder = found.resolve().parent.parent / SOURCE
@@ -57,6 +61,7 @@ class SavedRun:
         return cls(
             found,
             config,
+            checkpoint.layers_left(meta),
             source,
             tokenizer if tokenizer.is_file() else config.data.tokenizer or ByteTokenizer.name,
         )
@@ -70,6 +75,6 @@ class SavedRun:
         if dtype is not None:
             config = replace(config, model=replace(config.model, dtype=dtype))  # type: ignore[arg-type]
         size = load_tokenizer(self.tokenizer).vocab_size
-        model = build_model(config, size, torch.device(device), self.source, resumed=True)
+        model = build_model(config, size, torch.device(device), self.source, resumed=True, break_even=self.left)
         checkpoint.load(self.checkpoint, model, None)
         return model

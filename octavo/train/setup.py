@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import initialize
+from octavo.convert.break_even import Rule, deciding_by
 from octavo.hf.causal_lm import CausalLM
 from octavo.hf.checkpoint import Checkpoint
 from octavo.hf.load import DecoderValues
@@ -68,11 +69,20 @@ def build_model(
     device: torch.device,
     source: Checkpoint | None = None,
     resumed: bool = False,
+    break_even: Rule | None = None,
 ) -> Transformer | CausalLM:
     """The converted model on `device`: its weights a function of the seed alone, or those of the checkpoint `source`.
 
-    Those of a `resumed` run that began from a checkpoint are not set: octavo's own checkpoint has them.
+    Those of a `resumed` run that began from a checkpoint are not set: octavo's own checkpoint has them. `break_even` leaves layers
+    for their speed.
     """
+    with deciding_by(break_even):
+        return _build_model(config, vocab_size, device, source, resumed)
+
+
+def _build_model(
+    config: TrainConfig, vocab_size: int, device: torch.device, source: Checkpoint | None, resumed: bool
+) -> Transformer | CausalLM:
     if source is not None and config.model.as_ == "transformers":
         return build_transformers(config, device, source, weights=not resumed)
     shape = model_config(config, vocab_size, source)

@@ -75,7 +75,9 @@ def save_source(folder: Path, source: Checkpoint | None, tokenizer: str | Path) 
 def source_config(config: TrainConfig, source: Checkpoint) -> TransformerConfig:
     """The decoder that computes what the checkpoint does. Raises `ValueError` for settings that contradict it."""
     model = config.model
-    shape = decoder_config(source.config, source.path, DTYPES[model.dtype], recompute=model.recompute, fused=model.fused)
+    shape = decoder_config(
+        source.config, source.path, DTYPES[model.dtype], recompute=model.recompute, fused=model.fused
+    )
     there = {"n_kv_heads": shape.kv_heads, "ffn_dim": shape.ffn_width}
     for name in model.DECIDED_BY_FROM:
         wanted, value = getattr(model, name), there.get(name, getattr(shape, name))

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.convert.layers import left_for_speed
 from octavo.distributed import DataParallel
 from octavo.distributed.launch import join
 from octavo.distributed.samples import Loss
@@ -129,7 +130,10 @@ class Trainer:
                     f"{found} is past train.steps = {config.train.steps}: set it to {meta['step']} or more"
                 )
         torch.manual_seed(config.seed)
-        self.model = build_model(config, self.data.vocab_size, self.device, self._source, resumed=found is not None)
+        resumed = found is not None
+        rule = checkpoint.layers_left(meta) if resumed else config.break_even
+        self.model = build_model(config, self.data.vocab_size, self.device, self._source, resumed, rule)
+        self._left = left_for_speed(self.model)
         self.optimizer = build_optimizer(config, self.model)
         if config.optim.release != "none" and self.place.world > 1:
             raise ValueError(
@@ -187,6 +191,11 @@ class Trainer:
             deterministic(config.train.deterministic),
             stop_on_signal() as stop,
         ):
+            if self._left:
+                shapes = ", ".join(f"{inputs} → {outputs}" for inputs, outputs in self._left)
+                self._progress.note(
+                    f"FP8 is slower for layers {shapes}: they stay as they are (model.break_even=none converts them)"
+                )
             self._clock, self._clock_step = time.perf_counter(), self.step
             self._loop(stop)
             if self.step == config.train.steps:
@@ -251,7 +260,9 @@ class Trainer:
                         norm = self._release.step(loss)
                 losses.append(loss.detach())
         if self._release is None:
-            norm = clip_grad_norm_(self.model.parameters(), math.inf if config.optim.clip is None else config.optim.clip)
+            norm = clip_grad_norm_(
+                self.model.parameters(), math.inf if config.optim.clip is None else config.optim.clip
+            )
         if _due(self.step, config.log.every):
             # Before the optimizer's step, which drops the cached weight codes: all that a step needs is alive here.
             self._memory = memory_report(self.model, self.optimizer)
@@ -306,7 +317,12 @@ class Trainer:
         """A log step: what depends on the machine, to the metrics and to the user."""
         loss = self._read()
         seconds, steps = time.perf_counter() - self._clock, self.step - self._clock_step
-        rates = throughput(steps * self.config.tokens_per_step, seconds, self.model.flops_per_token(self.config.data.seq_len), self._peak)
+        rates = throughput(
+            steps * self.config.tokens_per_step,
+            seconds,
+            self.model.flops_per_token(self.config.data.seq_len),
+            self._peak,
+        )
         rates["tokens_per_s"] *= self.place.world
         self._rates.append(rates["tokens_per_s"])
         record: dict[str, Any] = {"step": self.step, **rates, "device_memory": device_memory(self.device)}
@@ -355,6 +371,7 @@ class Trainer:
                 "step": self.step,
                 "config": self._settings,
                 "versions": versions(),
+                checkpoint.LEFT: self._left,
                 "stream": self.data.state_dict(),
                 "skipped": self._ledger.skipped,
                 "in_a_row": self._ledger.in_a_row,

@@ -1,0 +1,87 @@
+"""`model.break_even` in a run: layers that FP8 slows down stay as they are, in this run and in all that comes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from training import assert_same_checkpoint, newest, small_config
+
+from octavo.convert import BreakEven
+from octavo.linear import FP8Linear
+from octavo.settings import override
+from octavo.train import checkpoint
+from octavo.train.presets import get_preset
+from octavo.train.restore import SavedRun
+from octavo.train.trainer import Trainer
+
+ATTENTION, FEED_FORWARD = {"attention.qkv", "attention.out"}, {"ffn.up", "ffn.out"}
+
+
+def write_table(path: Path, square: float, wide: float) -> Path:
+    """A table of this CPU: the speedups of square layers, and of layers four times as wide."""
+    lines = [f"cpu,a device,eager,32,32,{outputs},1,{1 / speed}" for outputs, speed in ((32, square), (128, wide))]
+    path.write_text("\n".join(["capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us", *lines]))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path) -> list[str]:
+    table = write_table(tmp_path / "table.csv", 0.5, 1.1)
+    return [
+        f"model.break_even={table}",
+        "train.steps=4",
+        "checkpoint.every=2",
+        "checkpoint.keep=3",
+        "log.stats_every=2",
+    ]
+
+
+def converted(model: nn.Module) -> set[str]:
+    return {name.partition("blocks.0.")[2] for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2", "paper"])
+def test_a_run_and_what_comes_of_it(recipe, settings, tmp_path, capsys, seed):
+    config = small_config(tmp_path, *settings, f"recipe={recipe}")
+    trainer = Trainer(config)
+    result = trainer.run()
+    assert converted(trainer.model) == FEED_FORWARD and result.val_loss is not None
+    assert "32 → 32, 32 → 96" in capsys.readouterr().out.replace("\n", " ")
+    assert checkpoint.read_meta(newest(config))["left"] == [[32, 32], [32, 96]]
+
+    # The table is gone, as on another machine, and the decision stays.
+    elsewhere = override(config, [f"out={tmp_path}/half", "model.break_even=auto"])
+    early = sorted((trainer.folder / "checkpoints").iterdir())[0]
+    (tmp_path / "half" / "checkpoints").mkdir(parents=True)
+    early.rename(tmp_path / "half" / "checkpoints" / early.name)
+    half = Trainer(elsewhere, resume=True)
+    assert half.step == 2 and converted(half.model) == FEED_FORWARD
+    half.run()
+    assert_same_checkpoint(newest(config), newest(elsewhere))
+
+    saved = SavedRun.open(config.out).load_model()
+    assert converted(saved) == FEED_FORWARD
+    for (name, a), b in zip(trainer.model.state_dict().items(), saved.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_run_in_which_nothing_is_faster(settings, tmp_path, seed):
+    write_table(tmp_path / "table.csv", 0.5, 0.6)
+    config = small_config(tmp_path, *settings, "recipe=O2")
+    with pytest.warns(UserWarning, match="converts no layer"):
+        trainer = Trainer(config)
+    assert converted(trainer.model) == set()
+    loss = trainer.run().train_loss
+    plain = small_config(tmp_path, *settings, "recipe=bf16", f"out={tmp_path}/plain")
+    assert Trainer(plain).run().train_loss == pytest.approx(loss, rel=1e-3)
+
+
+def test_tokens_and_compilation_are_those_of_the_run():
+    config = override(get_preset("gpt_125m"), ["data.micro_batch=4", "data.seq_len=1024"])
+    assert config.break_even == BreakEven(4096, compiled=True)
+    assert override(config, ["model.break_even=none"]).break_even is None
+    assert override(config, ["model.break_even=a.csv"]).break_even == BreakEven(4096, compiled=True, table="a.csv")
+    assert get_preset("demo").break_even is None, "the demo shows FP8 at any size"
