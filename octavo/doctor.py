@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo import kernels
-from octavo.convert.break_even import MEASURED, table_of
+from octavo.convert.break_even import MEASURED, capability_of, find_table
 from octavo.formats import E4M3
 from octavo.kernels import reference
 
@@ -233,7 +233,7 @@ def _memory() -> Check:
 def _break_even() -> Check:
     """Which layers `octavo.convert` leaves for their speed, by octavo's own measurements."""
     name = "break-even"
-    table = table_of(torch.device(_device()))
+    table = find_table(capability_of(torch.device(_device())))
     if table is None and not torch.cuda.is_available():
         return Check(name, True, "nothing to measure without a GPU: no layer is left for its speed")
     if table is None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from octavo import kernels
 from octavo.bench.timing import measure
+from octavo.convert.break_even import capability_of
 from octavo.models.layers import best_attention
 from octavo.plan.ceilings import Ceiling
 
@@ -56,6 +57,7 @@ def measure_ceiling(device: torch.device, repeats: int) -> Ceiling:
     properties = torch.cuda.get_device_properties(device) if kind == "cuda" else None
     return Ceiling(
         name="CPU" if properties is None else properties.name,
+        capability=capability_of(device),
         memory=0 if properties is None else properties.total_memory,
         bf16=bf16,
         fp8_forward=fp8(e4m3, fast=True),

@@ -18,6 +18,7 @@ from octavo.bench.options import BENCHMARKS, MODES
 from octavo.bench.plots import plot
 from octavo.bench.rows import Record, Row, conditions
 from octavo.bench.run import Run
+from octavo.convert.break_even import capability_of
 from octavo.plan import Setup, setup_of
 from octavo.settings import override
 from octavo.train.presets import get_preset
@@ -65,7 +66,7 @@ def bench(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> 
     config = override(get_preset(options.preset), settings)
     if config.model.vocab_size is None:
         config = override(config, [f"model.vocab_size={VOCABULARY[device.type]}"])
-    setup = setup_of(config)
+    setup = setup_of(config, capability_of(device))
     if setup.model.dtype != torch.bfloat16:
         raise ValueError("model.dtype must be bf16: everything is compared with BF16")
     record = Record(conditions(device), say, options.csv)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -154,16 +154,16 @@ def capability_of(device: torch.device) -> str:
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
-def table_of(device: torch.device, path: Path | None = None) -> Table | None:
+def find_table(capability: str, path: Path | None = None) -> Table | None:
     """The measurements of this kind of device in the file at `path`, or in octavo's own; None if there are none.
 
     Raises `ValueError` if the file at `path` is not there or no table.
     """
     if path is None:
-        return read_tables(MEASURED).get(capability_of(device)) if MEASURED.is_file() else None
+        return read_tables(MEASURED).get(capability) if MEASURED.is_file() else None
     if not path.is_file():
         raise ValueError(f"there is no file {path}: make it with `octavo bench --break-even {path}`")
-    return read_tables(path).get(capability_of(device))
+    return read_tables(path).get(capability)
 
 
 class TooSlow(str):
@@ -188,28 +188,39 @@ class BreakEven:
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens}: a layer sees at least one token")
 
+    def speedup(self, inputs: int, outputs: int, capability: str) -> float | None:
+        """Of FP8 over BF16 on devices of that name (see `capability_of`); None where it was not measured."""
+        found = find_table(capability, None if self.table is None else Path(self.table))
+        return None if found is None else found.speedup(self.tokens, inputs, outputs, GRAPH if self.compiled else EAGER)
+
     def __call__(self, inputs: int, outputs: int, device: torch.device) -> TooSlow | None:
-        table = table_of(device, None if self.table is None else Path(self.table))
-        mode = GRAPH if self.compiled else EAGER
-        speedup = 1.0 if table is None else table.speedup(self.tokens, inputs, outputs, mode)
-        if table is None or speedup >= 1:
+        capability = capability_of(device)
+        speedup = self.speedup(inputs, outputs, capability)
+        if speedup is None or speedup >= 1:
             return None
         return TooSlow(
             f"FP8 has {speedup:.3g}× the speed of BF16 at {self.tokens:,} tokens, {inputs:,} → {outputs:,}, "
-            f"{'compiled' if self.compiled else 'eager'} (measured on {table.device}); break_even=False converts it all the same"
+            f"{'compiled' if self.compiled else 'eager'} (measured at compute capability {capability}); break_even=False converts it"
         )
+
+
+def named(shapes: Iterable[tuple[int, int]]) -> str:
+    """Shapes (inputs, outputs) for people."""
+    return ", ".join(f"{inputs} → {outputs}" for inputs, outputs in sorted(shapes))
 
 
 @dataclass(frozen=True)
 class Left:
-    """The decisions of an earlier conversion: layers of these shapes, (inputs, outputs), stay as they are on any device."""
+    """Decisions that were made before: layers of these shapes, (inputs, outputs), stay as they are on any device."""
 
     shapes: frozenset[tuple[int, int]]
 
     def __call__(self, inputs: int, outputs: int, device: torch.device) -> TooSlow | None:
         if (inputs, outputs) not in self.shapes:
             return None
-        return TooSlow(f"FP8 was slower for {inputs:,} → {outputs:,} where the model was converted first")
+        return TooSlow(
+            f"FP8 is slower for {inputs:,} → {outputs:,} on the device that the model was planned for or trained on first"
+        )
 
 
 _default: ContextVar[Rule | None] = ContextVar("octavo_break_even", default=BreakEven())  # noqa: B039

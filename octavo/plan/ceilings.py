@@ -20,6 +20,8 @@ class Ceiling:
     """One GPU."""
 
     name: str
+    capability: str
+    """Compute capability."""
     memory: int
     """Bytes that PyTorch's allocator can have."""
     bf16: float
@@ -41,6 +43,7 @@ class Ceiling:
 
 _H200 = Ceiling(
     name="H200",
+    capability="9.0",
     memory=139 * GIB,
     bf16=676e12,
     fp8_forward=1290e12,
@@ -56,6 +59,7 @@ GPUS: dict[str, Ceiling] = {
     "h200": _H200,
     "h100": Ceiling(
         name="H100",
+        capability="9.0",
         memory=round(78.5 * GIB),
         bf16=_H200.bf16,
         fp8_forward=_H200.fp8_forward,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.convert.break_even import named
 from octavo.data import load_tokenizer
 from octavo.data.corpus import PreparedCorpus
 from octavo.models import SIZES
@@ -49,12 +50,12 @@ def make_plan(config: TrainConfig, gpu: str = "h200") -> Plan:
     """The plan of a run on one GPU. Raises `ValueError` for an unknown GPU, and for configs that no run could have."""
     if gpu not in GPUS:
         raise ValueError(f"no GPU is called {gpu!r}; there are {', '.join(GPUS)}")
-    setup = setup_of(config)
+    setup = setup_of(config, GPUS[gpu].capability)
     return Plan(config.name, setup, GPUS[gpu], simulate(setup), step_time(setup, GPUS[gpu]))
 
 
-def setup_of(config: TrainConfig) -> Setup:
-    """What of the config decides memory and time. Raises `ValueError` where the trainer would."""
+def setup_of(config: TrainConfig, capability: str = "9.0") -> Setup:
+    """What of the config decides memory and time on a GPU of that compute capability. Raises `ValueError` where the trainer would."""
     if config.model.from_ is not None:
         raise ValueError(
             f"model.from={config.model.from_}: a plan is made of sizes, not of a checkpoint; set model.dim, model.n_layers and so on"
@@ -71,6 +72,8 @@ def setup_of(config: TrainConfig) -> Setup:
         config.train.micro_batches,
         config.train.compile,
         config.optim.release,
+        table=config.model.break_even,
+        capability=capability,
     )
 
 
@@ -133,6 +136,7 @@ def format_plan(plan: Plan) -> str:
         f"layers, vocabulary {s.model.vocab_size:,}), recipe {s.recipe.name}",
         f"micro-batch {s.micro_batch} x {s.seq_len:,} tokens, {s.micro_batches} a step, recompute {s.model.recompute}, "
         f"release {s.release}, {'compiled' if s.compiled else 'not compiled'}",
+        *([f"stay as they are, since FP8 is slower: {named(s.left)} (model.break_even)"] if s.left else []),
         "",
         f"{'at the peak':<18} {'GiB':>9} {'B/parameter':>12}",
     ]

@@ -7,10 +7,13 @@ V rows of the head, e bytes of an activation; |w| elements of a weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from octavo.convert import BreakEven
 from octavo.convert.policy import MIN_SIDE
 from octavo.formats import E4M3, FP32, Format
 from octavo.models import TransformerConfig
@@ -38,6 +41,10 @@ class Setup:
     release: Literal["none", "partial", "two_pass"] = "none"
     device: Literal["cuda", "cpu"] = "cuda"
     """A CPU has an RMSNorm made of many operations, which keeps FP32 copies; the plan is proved there, and meant for a GPU."""
+    table: str | Path | None = None
+    """Measurements that decide which layers stay as they are for their speed: a file, `auto` for octavo's own; None converts all."""
+    capability: str = "9.0"
+    """Compute capability of the GPU that is planned for."""
 
     @property
     def tokens(self) -> int:
@@ -65,9 +72,19 @@ class Setup:
             "ffn out": (m.ffn_width, m.dim),
         }
 
+    @cached_property
+    def left(self) -> frozenset[tuple[int, int]]:
+        """Shapes of the linear layers that stay as they are because FP8 would be slower."""
+        if self.table is None or not self.recipe.converts:
+            return frozenset()
+        rule = BreakEven(self.tokens, self.compiled, None if self.table == "auto" else self.table)
+        speedups = {shape: rule.speedup(*shape, self.capability) for shape in self.linears.values()}
+        return frozenset(shape for shape, speedup in speedups.items() if speedup is not None and speedup < 1)
+
     def converted(self, name: str) -> bool:
         """Whether the layer becomes FP8."""
-        return self.recipe.converts and min(self.linears[name]) >= MIN_SIDE
+        shape = self.linears[name]
+        return self.recipe.converts and min(shape) >= MIN_SIDE and shape not in self.left
 
     def size(self, name: str) -> int:
         """Elements of the layer's weight."""

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.convert.break_even import named
 from octavo.convert.layers import left_for_speed
 from octavo.distributed import DataParallel
 from octavo.distributed.launch import join
@@ -192,9 +193,8 @@ class Trainer:
             stop_on_signal() as stop,
         ):
             if self._left:
-                shapes = ", ".join(f"{inputs} → {outputs}" for inputs, outputs in self._left)
                 self._progress.note(
-                    f"FP8 is slower for layers {shapes}: they stay as they are (model.break_even=none converts them)"
+                    f"FP8 is slower for layers {named(self._left)}: they stay as they are (model.break_even=none converts them)"
                 )
             self._clock, self._clock_step = time.perf_counter(), self.step
             self._loop(stop)

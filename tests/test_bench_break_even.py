@@ -1,0 +1,136 @@
+"""`octavo bench --break-even` writes the table that `convert`, the trainer and the plan decide by."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.bench import break_even, linear, models
+from octavo.bench.rows import Record
+from octavo.bench.run import Run
+from octavo.cli import main
+from octavo.convert import BreakEven, convert, convert_report
+from octavo.convert.break_even import find_table
+from octavo.models import SIZES
+from octavo.plan import GPUS, Setup, make_plan
+from octavo.recipe import RECIPES
+from octavo.settings import override
+from octavo.train.presets import get_preset
+
+HEADER = "capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us"
+
+
+def write_table(path, capability, modes=("eager",), square=0.5, wide=1.5):
+    """Speedups of square layers, and of layers four times as wide."""
+    rows = [
+        f"{capability},a device,{mode},1024,64,{outputs},1,{1 / speed}"
+        for mode in modes
+        for outputs, speed in ((64, square), (256, wide))
+    ]
+    path.write_text("\n".join([HEADER, *rows]))
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:recipe 'O2' converts no layer")
+def test_the_command_writes_a_table_that_decides(monkeypatch, tmp_path, capsys, seed):
+    monkeypatch.setitem(break_even.TOKENS, "cpu", (16, 64))
+    monkeypatch.setitem(break_even.SIDES, "cpu", (32, 48))
+    path = tmp_path / "table.csv"
+    assert main(["bench", "--device", "cpu", "--break-even", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "64 tokens,   48 → 192" in out and "eager: at 16 tokens" in out
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and {row["torch"] for row in rows} == {torch.__version__} and all(row["date"] for row in rows)
+    table = find_table("cpu", path)
+    assert table is not None and table.tokens == [16, 64]
+    for row in rows:
+        tokens, inputs, outputs = int(row["tokens"]), int(row["inputs"]), int(row["outputs"])
+        speedup = float(row["bf16_us"]) / float(row["fp8_us"])
+        assert table.speedup(tokens, inputs, outputs, "eager") == pytest.approx(speedup)
+        model = nn.Sequential(nn.Linear(inputs, outputs), nn.Linear(8192, 64))
+        convert(model, break_even=BreakEven(tokens=tokens, table=path))
+        assert convert_report(model)[0].converted == (speedup >= 1)
+
+
+def test_a_wrong_result_is_not_in_the_table(monkeypatch, tmp_path, capsys, seed):
+    monkeypatch.setitem(break_even.TOKENS, "cpu", (16,))
+    monkeypatch.setitem(break_even.SIDES, "cpu", (32,))
+    right = break_even.time_layer
+
+    def wrong(run, row, build, inputs, outputs):
+        row = right(run, row, build, inputs, outputs)
+        return replace(row, error=math.nan) if inputs != outputs else row
+
+    monkeypatch.setattr(break_even, "time_layer", wrong)
+    path = tmp_path / "table.csv"
+    assert main(["bench", "--device", "cpu", "--break-even", str(path)]) == 1
+    table = find_table("cpu", path)
+    assert table is not None and [(one.inputs, one.outputs) for one in table.measurements] == [(32, 32)]
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch, tmp_path, capsys, seed):
+    monkeypatch.setitem(break_even.TOKENS, "cpu", (16,))
+    monkeypatch.setitem(break_even.SIDES, "cpu", (32,))
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(break_even, "time_layer", full)
+    path = tmp_path / "table.csv"
+    assert main(["bench", "--device", "cpu", "--break-even", str(path)]) == 0
+    assert "out of memory" in capsys.readouterr().out and not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["linear"], "--break-even runs alone"), ([], "there is no folder")]
+)
+def test_what_cannot_be_is_said_before_anything_runs(arguments, message, tmp_path, capsys):
+    path = tmp_path / ("table.csv" if arguments else "none/table.csv")
+    assert main(["bench", *arguments, "--device", "cpu", "--break-even", str(path)]) == 2
+    assert message in capsys.readouterr().err and not path.exists()
+
+
+def test_a_block_is_built_as_it_is_planned(monkeypatch, tmp_path, seed):
+    path = write_table(tmp_path / "table.csv", "cpu")
+    config = replace(SIZES["tiny"], dim=64, n_layers=1)
+    setup = Setup(config, RECIPES["O2"], 16, 1, table=path, capability="cpu")
+    assert setup.left == {(64, 64)}
+    seen, build = [], models.build_octavo
+    monkeypatch.setattr(models, "build_octavo", lambda *args: seen.append(build(*args)) or seen[-1])
+    run = Run(torch.device("cpu"), 10, RECIPES["O2"], Record({}, lambda line: None), only=("octavo",))
+    models.run_block(run, models.Workload("one layer", setup))
+    models.run_step(run, [models.Workload("one layer", setup)])
+    for model, row in zip(seen, run.record.rows, strict=True):
+        assert row.ms is not None and not row.wrong and "64 → 64" in row.note
+        converted = {layer.fqn for layer in convert_report(model) if layer.converted}
+        assert converted == {"blocks.0.attention.qkv", "blocks.0.ffn.up", "blocks.0.ffn.out"}
+        elements = sum(model.get_submodule(fqn).weight.numel() for fqn in converted)
+        assert elements == setup.converted_parameters
+
+
+def test_a_plan_of_a_measured_gpu(tmp_path):
+    assert {gpu.capability for gpu in GPUS.values()} == {"9.0"}
+    path = write_table(tmp_path / "table.csv", "9.0", ("eager", "graph"))
+    settings = ["model.vocab_size=1000", f"model.break_even={path}"]
+    plan = make_plan(override(get_preset("gpt_125m"), settings))
+    assert (768, 768) in plan.setup.left and (768, 3072) not in plan.setup.left
+    everything = make_plan(override(get_preset("gpt_125m"), [settings[0], "model.break_even=none"]))
+    assert everything.setup.left == frozenset()
+    assert plan.setup.converted_parameters < everything.setup.converted_parameters
+    assert sum(plan.setup.resident().values()) > sum(everything.setup.resident().values())
+    unmeasured = write_table(tmp_path / "other.csv", "12.0")
+    assert not make_plan(override(get_preset("gpt_125m"), [settings[0], f"model.break_even={unmeasured}"])).setup.left
+
+
+def test_a_single_layer_is_timed_in_fp8_whatever_its_speed(monkeypatch, tmp_path, seed):
+    """The rows are what a rule is made of, so none decides here."""
+    run = Run(torch.device("cpu"), 10, RECIPES["O2"], Record({}, lambda line: None), only=("octavo",))
+    linear.run_linear(run, 16, [(32, 32)])
+    assert run.record.rows[0].error is not None and run.record.rows[0].error > 0.03
