@@ -40,7 +40,7 @@ def run_config(arguments: argparse.Namespace) -> TrainConfig:
     steps = arguments.steps
     return TrainConfig(
         name="continue",
-        model=ModelConfig.from_checkpoint(arguments.model),
+        model=ModelConfig.from_checkpoint(arguments.model, break_even=None),
         data=DataConfig(
             path=arguments.text,
             seq_len=arguments.seq_len,
@@ -107,7 +107,9 @@ def main() -> None:
     flushed = max(casts, key=lambda row: row["flushed"], default=None)
     if worst is not None and flushed is not None:
         print(f"most saturated: {worst['saturated']:.2e} of {worst['group']}/{worst['kind']} in {worst['recipe']}")
-        print(f"most flushed:   {flushed['flushed']:.2e} of {flushed['group']}/{flushed['kind']} in {flushed['recipe']}")
+        print(
+            f"most flushed:   {flushed['flushed']:.2e} of {flushed['group']}/{flushed['kind']} in {flushed['recipe']}"
+        )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="settings of the run")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    config = override(get_preset(arguments.preset), [f"recipe={arguments.recipe}", f"out={arguments.run}", *arguments.set])
+    settings = [f"recipe={arguments.recipe}", f"out={arguments.run}", "model.break_even=none", *arguments.set]
+    config = override(get_preset(arguments.preset), settings)
     run = Trainer(config, resume=True)
     weights = {name: value.float().clone() for name, value in run.model.state_dict().items()}
     batches = [run.data.next_batch() for _ in range(arguments.batches)]
@@ -60,7 +61,9 @@ def main() -> None:
         for kind, cosines in sorted(cosines_by_kind(gradients, exact).items()):
             mean, worst = sum(cosines) / len(cosines), min(cosines)
             print(f"    {kind:28} 1 - cosine: mean {1 - mean:.1e}, worst layer {1 - worst:.1e}")
-            rows.append({"recipe": name, "loss_over_fp32": recipe_loss - loss, "kind": kind, "cosine": mean, "worst": worst})
+            rows.append(
+                {"recipe": name, "loss_over_fp32": recipe_loss - loss, "kind": kind, "cosine": mean, "worst": worst}
+            )
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -95,7 +98,9 @@ def cosines_by_kind(gradients: Gradients, exact: Gradients) -> dict[str, list[fl
         if name.endswith("qkv.weight"):
             parts = {f"{kind} {c}": pair for c, *pair in zip("qkv", grad.chunk(3), exact[name].chunk(3), strict=True)}
         for key, (a, b) in parts.items():
-            found[key].append(torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0).item())
+            found[key].append(
+                torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0).item()
+            )
     return found
 
 

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, ...]] = {
 def run_case(name: str, steps: int) -> dict[str, Any]:
     """Train the case on the current GPU and compare. An out-of-memory error gives a row without figures."""
     preset, *settings = CASES[name]
-    config = override(get_preset(preset), [f"model.vocab_size={VOCABULARY}", *settings])
+    config = override(get_preset(preset), [f"model.vocab_size={VOCABULARY}", "model.break_even=none", *settings])
     plan = make_plan(config, "h200")
     row: dict[str, Any] = {
         "case": name,
