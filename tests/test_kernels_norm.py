@@ -150,7 +150,7 @@ def test_gradients_are_those_of_autograd_in_fp64(k, dtype, with_residual, center
     dy = torch.randn(33, k).to(dtype)
     residual_grad = torch.randn(33, k).to(dtype) if with_residual else None
     mean, rstd, _ = kernels.norm_stats(x, weight, bias, EPS, centered=centered)
-    dx, dweight, dbias = kernels.norm_backward(dy, x, weight, mean, rstd, residual_grad)
+    dx, dweight, dbias, amax = kernels.norm_backward(dy, x, weight, mean, rstd, residual_grad)
     leaves = [None if one is None else one.double().requires_grad_() for one in (x, weight, bias)]
     y = plain_norm(*leaves, centered)
     want = torch.autograd.grad(y, [one for one in leaves if one is not None], dy.double())
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_autograd_in_fp64(k, dtype, with_residual, center
     n = normalize(x.double(), torch.ones(k), None, mean, rstd).abs().double()
     terms = rstd[:, None] * (g + g.mean(1, keepdim=True) + n * (g * n).mean(1, keepdim=True))
     finfo = torch.finfo(dtype)
-    assert dx.dtype == dtype and dweight.dtype == torch.float32
+    assert dx.dtype == dtype and dweight.dtype == torch.float32 and torch.equal(amax, kernels.amax(dx))
     assert ((dx - exact).abs() <= 0.51 * finfo.eps * exact.abs() + 2**-18 * terms + finfo.smallest_normal).all()
     dy_sum = dy.double().abs().sum(0)
     assert ((dweight - want[1]).abs() <= 2**-18 * (dy_sum + (dy.double().abs() * n).sum(0))).all()
@@ -170,12 +170,23 @@ def test_gradients_are_those_of_autograd_in_fp64(k, dtype, with_residual, center
 
 
 @centered_or_not
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_on_the_way_is_the_sum_before(dtype, centered, seed):
+    x, weight, bias = inputs(33, 257, centered, dtype)
+    addend = torch.randn(33, 257).to(dtype)
+    total, *stats = kernels.add_norm_stats(x, addend, weight, bias, EPS, centered=centered)
+    assert_same_bits(total, x + addend)
+    for one, other in zip(stats, kernels.norm_stats(x + addend, weight, bias, EPS, centered=centered), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@centered_or_not
 def test_the_gradient_has_no_part_along_what_a_norm_forgets(centered, seed):
     """It is orthogonal to n and, for LayerNorm, to the constant row."""
     x, weight, bias = inputs(20, 512, centered)
     dy = torch.randn(20, 512)
     mean, rstd, _ = kernels.norm_stats(x, weight, bias, 0.0, centered=centered)
-    dx, _, _ = kernels.norm_backward(dy, x, weight, mean, rstd)
+    dx, _, _, _ = kernels.norm_backward(dy, x, weight, mean, rstd)
     n = normalize(x, torch.ones(512), None, mean, rstd)
     size = dx.norm(dim=1)
     assert ((dx * n).sum(1).abs() <= 1e-4 * size).all()
@@ -189,7 +200,7 @@ def test_the_residual_is_added_before_the_rounding(seed):
     mean, rstd, _ = kernels.norm_stats(x, weight, bias, EPS, centered=True)
     alone, *sums = kernels.norm_backward(dy, x, weight, mean, rstd)
     both, *same_sums = kernels.norm_backward(dy, x, weight, mean, rstd, residual_grad)
-    assert torch.equal(both, alone + residual_grad) and all(map(torch.equal, sums, same_sums))
+    assert torch.equal(both, alone + residual_grad) and all(map(torch.equal, sums[:2], same_sums[:2]))
     low = kernels.norm_backward(dy, x.bfloat16(), weight, mean, rstd, residual_grad.bfloat16())[0]
     exact = kernels.norm_backward(dy, x.bfloat16().float(), weight, mean, rstd, residual_grad.bfloat16())[0]
     assert_same_bits(low, exact.bfloat16())

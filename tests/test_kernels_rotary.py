@@ -45,6 +45,27 @@ def test_backward_is_the_gradient(batched, seed):
     assert_same_bits(kernels.rotary(grad, cos, sin, 6, backward=True), want)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_three_gradients_become_one(shape, batched, seed):
+    batch, tokens, heads, groups, channels = shape
+    dq, dk, dv = (spread_out((batch, tokens, n, channels)).bfloat16() for n in (heads, groups, groups))
+    cos, sin = table(batch, tokens, channels, batched)
+    packed = torch.cat((dq, dk, dv), dim=-2)
+    want = kernels.rotary(packed, cos, sin, heads + groups, backward=True)
+    for angles, expected in (((cos, sin), want), ((None, None), packed)):
+        got, amax = kernels.rotary_backward(dq, dk, dv, *angles)
+        assert_same_bits(got, expected)
+        assert_same_bits(amax, kernels.amax(expected))
+
+
+def test_in_place_turns_the_same(seed):
+    qkv, (cos, sin) = torch.randn(2, 9, 8, 16).bfloat16(), table(2, 9, 16, True)
+    want = kernels.rotary(qkv, cos, sin, 6)
+    kernels.rotary_(qkv, cos, sin, 6)
+    assert_same_bits(qkv, want)
+
+
 def test_turning_back_gives_the_input(seed):
     qkv = torch.randn(2, 9, 8, 16)
     cos, sin = table(2, 9, 16, False)
@@ -89,6 +110,12 @@ def test_shapes_that_cannot_be_are_said():
         kernels.rotary(qkv, cos, sin, 7)
     with pytest.raises(ValueError, match=r"\[T, D/2\]"):
         kernels.rotary(qkv, cos[:4], sin[:4], 4)
+    with pytest.raises(ValueError, match="in place is contiguous"):
+        kernels.rotary_(qkv[:, :, ::2], cos, sin, 2)
+    with pytest.raises(ValueError, match=r"twice \[B, T, G, D\]"):
+        kernels.rotary_backward(qkv, qkv, qkv[:, :, :2], cos, sin)
+    with pytest.raises(ValueError, match="one dtype"):
+        kernels.rotary_backward(qkv, qkv, qkv.half(), cos, sin)
 
 
 def test_a_second_derivative_is_refused_not_zero(seed):

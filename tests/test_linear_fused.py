@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
+from octavo.formats import E5M2
 from octavo.linear import FP8Linear
+from octavo.linear.operand import known_amax, remember_amax
 from octavo.linear.stats import collect_stats
 from octavo.models import Transformer, TransformerConfig
+from octavo.models.layers import document_places, rotary_table
 from octavo.recipe import O2, Recipe
 
 DIALECTS = ("gpt", "llama")
@@ -102,6 +105,73 @@ def test_frozen_weights_get_no_gradient_and_change_no_other(dialect, seed):
     _, got = gradients(partly, tokens)
     assert wanted.keys() - got.keys() == set(frozen) != set()
     assert all(torch.equal(got[name], wanted[name]) for name in got)
+
+
+def block_gradients(block: nn.Module, x: Tensor, grad: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """The output of a block of `model`, the gradient of its input, and those of its parameters."""
+    cos, sin = rotary_table(x.shape[1], 16, 10_000.0, x.device)
+    leaf = x.clone().requires_grad_()
+    y = block(leaf, cos, sin, mask)
+    y.backward(grad)
+    gradients = [p.grad.dequantize() if hasattr(p.grad, "codes") else p.grad for p in block.parameters()]
+    block.zero_grad()
+    return [y.detach(), leaf.grad, *gradients]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"positions": "learned"}, {"n_kv_heads": 2}, {"qkv_bias": True}], ids=str)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_joined_sums_and_cuts_change_no_bit(dialect, options, masked, seed, monkeypatch):
+    """What eager blocks do inside of their functions, against what compiled ones do between them. (FP32: nothing is rounded between.)"""
+    block = model(dialect, "O2", seed, fused=True, dtype=torch.float32, **options).blocks[0]
+    x, grad = torch.randn(2, 31, 64), torch.randn(2, 31, 64)
+    mask = document_places(torch.randint(3, (2, 31)).sort(dim=1).values)[1] if masked else None
+    got = block_gradients(block, x, grad, mask)
+    monkeypatch.setattr("octavo.models.fused.is_compiling", lambda: True)
+    want = block_gradients(block, x, grad, mask)
+    assert all(map(torch.equal, got, want))
+
+
+def test_whoever_makes_a_gradient_finds_its_maximum(seed, monkeypatch):
+    """Of the gradients that a block casts, none is read for its maximum but the one that comes from outside."""
+    one = model("gpt", "O2", seed, fused=True, n_layers=3)
+    found: list[bool] = []
+    original = kernels.quantize
+
+    def spy(x, fmt, *args, amax=None, **kwargs):
+        if fmt is E5M2:
+            found.append(amax is not None)
+            assert amax is None or torch.equal(amax, kernels.amax(x))
+        return original(x, fmt, *args, amax=amax, **kwargs)
+
+    monkeypatch.setattr(kernels, "quantize", spy)
+    gradients(one, batch())
+    assert len(found) == 9 and found.count(False) == 1 and not found[0]
+
+
+def test_a_maximum_is_forgotten_with_what_it_was_of(seed):
+    """A tensor that autograd adds to in place, or that a hook changes, is read again."""
+    x = remember_amax(torch.randn(4, 5), torch.tensor(9.0))
+    assert known_amax(x) == 9
+    assert known_amax(x.clone()) is None and known_amax(x.view(5, 4)) is None
+    x.add_(1)
+    assert known_amax(x) is None
+    x = remember_amax(x, torch.tensor(9.0))
+    x.data = torch.zeros(4, 5)
+    assert known_amax(x) is None
+
+
+def test_a_second_reader_of_the_residual_stream(seed):
+    """Its gradient is added to that of the next block, which then is not what the block knew the maximum of."""
+    plain, fused = (model("gpt", "O1", seed, fused=f, dtype=torch.float32) for f in (False, True))
+    x, results = torch.randn(2, 31, 64), []
+    for one in (plain, fused):
+        cos, sin = rotary_table(31, 16, 10_000.0, x.device)
+        middle = one.blocks[0](x, cos, sin)
+        loss = one.blocks[1](middle, cos, sin).square().sum() + 1e3 * middle.square().sum()
+        loss.backward()
+        results.append([one.blocks[0].get_parameter(name).grad for name in ("ffn.out.weight", "attention.qkv.weight")])
+    assert all(error(got.dequantize(), want.dequantize()) < 0.02 for want, got in zip(*results, strict=True))
 
 
 def test_nonfinite_activations_stay_visible(seed):

@@ -26,7 +26,7 @@ from octavo.kernels.activation import (
 )
 from octavo.kernels.dispatch import backend
 from octavo.kernels.gemm import scaled_mm_nt
-from octavo.kernels.norm import norm_backward, norm_cast, norm_stats
+from octavo.kernels.norm import add_norm_stats, norm_backward, norm_cast, norm_stats
 from octavo.kernels.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
 from octavo.kernels.reference.adamw import Operands
@@ -34,7 +34,7 @@ from octavo.kernels.reference.cast import scale_shape
 from octavo.kernels.reference.magnitudes import Values
 from octavo.kernels.reference.reduce import ROW, Gradients, Places, Unpacked
 from octavo.kernels.reference.reduce_scalars import MuState
-from octavo.kernels.rotary import rotary
+from octavo.kernels.rotary import rotary, rotary_, rotary_backward
 
 __all__ = [
     "ALIGN",
@@ -49,6 +49,7 @@ __all__ = [
     "activation_backward_amax",
     "activation_backward_cast",
     "activation_cast",
+    "add_norm_stats",
     "adamw",
     "adamw_scalars",
     "amax",
@@ -70,6 +71,8 @@ __all__ = [
     "quantize",
     "random_bits",
     "rotary",
+    "rotary_",
+    "rotary_backward",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

@@ -3,7 +3,8 @@
 A norm in BF16 reads x and writes y, and the cast of y reads that twice, for its largest value and for the codes: 8 bytes an element,
 before the two that a linear layer keeps. Here y exists in registers only, and 4 bytes are left: `norm_stats` reads x for the statistics
 of its rows and the largest |y|, `norm_cast` for the codes. A scale from the past saves neither read, for a program that writes
-transposed codes holds a part of many rows, and not their sums.
+transposed codes holds a part of many rows, and not their sums. Where x is a sum with which the residual stream goes on,
+`add_norm_stats` makes it on the way, and so saves a read of 2 bytes.
 
 Saved for backward are x and 4 or 8 bytes a row. n = (x - mean) · rstd would save backward a subtraction and a product, and cost 2
 bytes an element, for x, the residual stream, lives anyway. y is rounded to the dtype of x before it is cast, so that the codes are
@@ -42,6 +43,22 @@ def norm_stats(
     return backend(x).norm_stats(x, weight, bias, eps, centered=centered)
 
 
+def add_norm_stats(
+    x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(x + addend, contiguous, in the dtype of x; mean, rstd and amax as `norm_stats` of it). Not for compiled regions.
+
+    `addend` [M, K] has the dtype of x. Raises `ValueError` as `norm_stats`, and for an addend of another shape or dtype.
+    """
+    _check(x, weight, bias, centered)
+    if addend.shape != x.shape or addend.dtype != x.dtype:
+        raise ValueError(
+            f"the addend {addend.dtype} {tuple(addend.shape)} is to be like x, {x.dtype} {tuple(x.shape)}: a sum does not broadcast here"
+        )
+    x, addend, weight, bias = x.detach(), addend.detach(), weight.detach(), None if bias is None else bias.detach()
+    return backend(x).add_norm_stats(x, addend, weight, bias, eps, centered=centered)
+
+
 def norm_cast(
     x: Tensor,
     weight: Tensor,
@@ -75,10 +92,11 @@ def norm_cast(
 
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, residual_grad: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of a norm for the gradient dy [M, K] of its result: (dx [M, K] in the dtype of x, dweight FP32 [K], dbias FP32 [K]).
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of a norm for that of its result, dy [M, K]: (dx [M, K] in the dtype of x, dweight and dbias FP32 [K], amax of dx).
 
     `residual_grad` [M, K], what reaches x past the norm, is added to dx in FP32 before the one rounding. RMSNorm's dbias is None.
+    The amax, FP32 0-d, is for whoever casts dx: the layer before reads it as the gradient of its output.
     The sums over rows are the same in each run. Raises `ValueError` for shapes that do not match.
     """
     _check(x, weight, None, mean is not None, mean, rstd)
@@ -89,8 +107,8 @@ def norm_backward(
     dy, x, weight = dy.detach(), x.detach(), weight.detach()
     residual_grad = None if residual_grad is None else residual_grad.detach()
     if is_compiling():
-        dx, dweight, dbias = ops_norm.norm_backward(dy, x, weight, mean, rstd, residual_grad)
-        return dx, dweight, None if mean is None else dbias
+        dx, dweight, dbias, amax = ops_norm.norm_backward(dy, x, weight, mean, rstd, residual_grad)
+        return dx, dweight, None if mean is None else dbias, amax
     return backend(x).norm_backward(dy, x, weight, mean, rstd, residual_grad)
 
 

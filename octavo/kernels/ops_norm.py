@@ -52,14 +52,16 @@ def _(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
 @torch.library.custom_op(
     "octavo::norm_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, Tensor? residual_grad) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, Tensor? residual_grad)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def norm_backward(dy, x, weight, mean, rstd, residual_grad):
-    dx, dweight, dbias = backend(x).norm_backward(dy, x, weight, mean, rstd, residual_grad)
-    return dx, dweight, or_empty(dbias, dweight, dweight.dtype)
+    dx, dweight, dbias, amax = backend(x).norm_backward(dy, x, weight, mean, rstd, residual_grad)
+    return dx, dweight, or_empty(dbias, dweight, dweight.dtype), amax
 
 
 @norm_backward.register_fake
 def _(dy, x, weight, mean, rstd, residual_grad):
     dweight = x.new_empty(x.shape[1], dtype=torch.float32)
-    return x.new_empty(x.shape), dweight, dweight.new_empty(0) if mean is None else torch.empty_like(dweight)
+    dbias = dweight.new_empty(0) if mean is None else torch.empty_like(dweight)
+    return x.new_empty(x.shape), dweight, dbias, dweight.new_empty(())

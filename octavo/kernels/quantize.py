@@ -24,6 +24,7 @@ def quantize(
     row: bool = True,
     col: bool = True,
     column_sum: bool = False,
+    amax: Tensor | None = None,
     unit: Tensor | None = None,
     return_inverse: bool = False,
     stats: Tensor | None = None,
@@ -38,6 +39,8 @@ def quantize(
         power_of_two: of the scale.
         row, col: codes and codes_t that are not wanted are None.
         column_sum: sum the columns of x (not of the codes), FP32 [K]; the order of the terms is fixed, but is the device's. Else None.
+        amax: that of x, FP32 0-d, if whoever made x knows it: then nothing is read for it. (Column sums are made from the first read, so
+            that with `column_sum` it is of no use.) Not for compiled regions.
         unit: FP32, 0-d: x stands for the real values x / unit, and the scale returned is the one of these.
         return_inverse: return 1 / scale as well, as a fifth result, for `scaled_mm_nt`.
         stats: as in `cast`.
@@ -58,7 +61,15 @@ def quantize(
         codes, codes_t, sums = codes if row else None, codes_t if col else None, sums if column_sum else None
     else:
         codes, codes_t, scale, inverse, sums = backend(x).quantize(
-            x, fmt, power_of_two=power_of_two, row=row, col=col, column_sum=column_sum, unit=unit, stats=stats
+            x,
+            fmt,
+            power_of_two=power_of_two,
+            row=row,
+            col=col,
+            column_sum=column_sum,
+            amax=amax,
+            unit=unit,
+            stats=stats,
         )
     return (codes, codes_t, scale, sums, inverse) if return_inverse else (codes, codes_t, scale, sums)
 

@@ -1,9 +1,12 @@
 """Rotary positions on queries, keys and values as one GEMM writes them.
 
 A rotation in plain PyTorch cuts queries and keys out, widens both to FP32 and writes four products, two sums, a concatenation and a
-cast. Here each element is read once and written once: 4 bytes of BF16. Nothing is saved for backward but the table, because the
-gradient of a rotation is the rotation by the opposite angle. Values are copied along (2 of 6 bytes in three, without groups) so that
-the result is one tensor; turning in place would save that, but autograd would then have to be told of the change.
+cast. Here each element is read once and written once, 4 bytes of BF16, and nothing is saved for backward but the table, because the
+gradient of a rotation is the rotation by the opposite angle. Over heads of 2·D bytes, H of queries and G of keys and of values:
+
+    rotary             H + 2·G read and written: values are copied along, so that the result is one tensor; what `torch.compile` sees
+    rotary_            H + G: in place, for a caller that owns the tensor and tells autograd of the change
+    rotary_backward    H + 2·G: three gradients become one matrix, with no concatenation before it and no pass for its maximum after it
 """
 
 from __future__ import annotations
@@ -26,6 +29,46 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, backward: bool 
 
     Raises `ValueError` for an odd D, more heads than there are, or a table of another shape.
     """
+    _check(qkv, cos, sin, heads)
+    qkv = qkv.detach()
+    if is_compiling():
+        return ops_rotary.rotary(qkv, cos, sin, heads, backward)
+    return backend(qkv).rotary(qkv, cos, sin, heads, backward=backward)
+
+
+def rotary_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    """`rotary` in place, on a contiguous `qkv`: heads that do not turn are not touched. Not for compiled regions.
+
+    Raises `ValueError` as `rotary`, and for a `qkv` that is not contiguous.
+    """
+    _check(qkv, cos, sin, heads)
+    if not qkv.is_contiguous():
+        raise ValueError(f"qkv {tuple(qkv.shape)} has strides {qkv.stride()}: what is turned in place is contiguous")
+    backend(qkv).rotary_(qkv.detach(), cos, sin, heads)
+
+
+def rotary_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(gradient of qkv [B, T, H + 2·G, D], contiguous; its amax, FP32 0-d) from those of turned queries, turned keys and values.
+
+    dq [B, T, H, D], dk and dv [B, T, G, D] of one dtype and any strides; the first two are turned back, each element as by `rotary`,
+    unless the table is None, and the last is copied. NaN and infinity reach the amax. Not for compiled regions.
+
+    Raises `ValueError` for shapes or dtypes that do not match, or as `rotary`.
+    """
+    if dk.shape != dv.shape or dq.dim() != 4 or dq.shape[:2] + dq.shape[3:] != dk.shape[:2] + dk.shape[3:]:
+        raise ValueError(
+            f"dq {tuple(dq.shape)}, dk {tuple(dk.shape)} and dv {tuple(dv.shape)} are to be [B, T, H, D] and twice [B, T, G, D]"
+        )
+    if not dq.dtype == dk.dtype == dv.dtype:
+        raise ValueError(f"dq, dk and dv are {dq.dtype}, {dk.dtype} and {dv.dtype}: one tensor has one dtype")
+    if cos is not None and sin is not None:
+        _check(dq, cos, sin, dq.shape[2])
+    return backend(dq).rotary_backward(dq.detach(), dk.detach(), dv.detach(), cos, sin)
+
+
+def _check(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     batch, tokens, total, channels = qkv.shape
     if channels % 2:
         raise ValueError(f"a head has {channels} channels: rotary positions turn pairs of them")
@@ -35,7 +78,3 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, backward: bool 
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} are to be [T, D/2] or [B, T, D/2] of qkv {tuple(qkv.shape)}"
         )
-    qkv = qkv.detach()
-    if is_compiling():
-        return ops_rotary.rotary(qkv, cos, sin, heads, backward)
-    return backend(qkv).rotary(qkv, cos, sin, heads, backward=backward)

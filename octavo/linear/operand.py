@@ -98,6 +98,7 @@ def cast_and_sum(
             row=row,
             col=col,
             column_sum=sum_columns,
+            amax=known_amax(x),
             unit=unit,
             return_inverse=True,
             stats=counts,
@@ -109,6 +110,20 @@ def cast_and_sum(
         scaling.record(amax)
     operand = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, unit))
     return operand, column_sum(x) if sum_columns else None
+
+
+def remember_amax(x: Tensor, amax: Tensor) -> Tensor:
+    """`x` with its largest magnitude (FP32, 0-d) on it: whoever made x had it at hand, and `cast_and_sum` need not read x for it."""
+    x._octavo_amax = (x._version, x.data_ptr(), amax)  # type: ignore[attr-defined]
+    return x
+
+
+def known_amax(x: Tensor) -> Tensor | None:
+    """What `remember_amax` left on `x`, if x has not changed since (autograd adds gradients in place); None while compiling."""
+    if is_compiling():
+        return None
+    remembered = getattr(x, "_octavo_amax", None)
+    return remembered[2] if remembered is not None and remembered[:2] == (x._version, x.data_ptr()) else None
 
 
 def column_sum(x: Tensor) -> Tensor:

@@ -161,7 +161,11 @@ class Attention(nn.Module):
 
     def attend(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Queries, keys and values [B, T, H + 2·G, D] → what the heads read, [B, T, H·D]."""
-        return forgetful(self._again, heads, cos, sin, mask) if self.recompute else self._attend(heads, cos, sin, mask)
+        return self._maybe_forgetful(self._attend, heads, cos, sin, mask)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries and keys, turned, and values, [B, T, H or G, D] → what the heads read, [B, T, H·D]."""
+        return self._maybe_forgetful(self._mix, q, k, v, mask)
 
     def _attend(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         if self.rotary and self.fused:
@@ -169,6 +173,9 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.n_heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.rotary and not self.fused:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return self._mix(q, k, v, mask)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         grouped = self.kv_heads != self.n_heads
         if grouped and mask is not None:  # the memory-efficient kernel, which takes a mask, knows no groups
             k, v = (t.repeat_interleave(self.n_heads // self.kv_heads, dim=-2) for t in (k, v))
@@ -183,10 +190,16 @@ class Attention(nn.Module):
         )
         return y.transpose(1, 2).flatten(-2)
 
-    def _again(self, heads: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """`_attend`; backward runs it outside of the context that chose the kernel. (While compiling, the kernel is chosen once.)"""
-        with nullcontext() if is_compiling() else best_attention(heads.device):
-            return self._attend(heads, cos, sin, mask)
+    def _maybe_forgetful(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        """function(*inputs), or `forgetful` of it; backward runs outside of the context that chose the kernel."""
+        if not self.recompute:
+            return function(*inputs)
+
+        def again(x: Tensor, *others: Tensor | None) -> Tensor:
+            with nullcontext() if is_compiling() else best_attention(x.device):  # (compiling chooses the kernel once)
+                return function(x, *others)
+
+        return forgetful(again, *inputs)
 
 
 class GELUFeedForward(nn.Module):

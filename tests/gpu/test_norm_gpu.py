@@ -67,6 +67,15 @@ def check_stats(cuda, x, weight, bias, centered) -> tuple[torch.Tensor | None, t
     return mean, rstd
 
 
+def check_add(cuda, x, addend, weight, bias, centered) -> None:
+    """The sum has the bits of the reference, and statistics those of `norm_stats` of it."""
+    total, *stats = cuda.add_norm_stats(x, addend, weight, bias, EPS, centered=centered)
+    assert total.is_contiguous()
+    assert_same_bits(total, x + addend)
+    for one, other in zip(stats, cuda.norm_stats(total, weight, bias, EPS, centered=centered), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
 def check_cast(cuda, x, weight, bias, mean, rstd, fmt, scale: float = 40.0) -> None:
     counts, want_counts = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(2))
     args = (x, weight, bias, mean, rstd, scalar(scale), fmt.dtype)
@@ -83,12 +92,12 @@ def check_cast(cuda, x, weight, bias, mean, rstd, fmt, scale: float = 40.0) -> N
 
 def check_backward(cuda, dy, x, weight, mean, rstd, residual_grad) -> None:
     args = (dy, x, weight, mean, rstd, residual_grad)
-    dx, dweight, dbias = cuda.norm_backward(*args)
+    dx, dweight, dbias, amax = cuda.norm_backward(*args)
     if not INTERPRETED:
         again = cuda.norm_backward(*args)
-        assert all(
-            one is None or torch.equal(one, other) for one, other in zip((dx, dweight, dbias), again, strict=True)
-        )
+        first = (dx, dweight, dbias, amax)
+        assert all(one is None or torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert_same_bits(amax, reference.amax(dx))
     assert dx.dtype == x.dtype and dx.is_contiguous() and (dbias is None) == (mean is None)
     m, k = x.shape
     n = (x.double() - (0 if mean is None else mean.double()[:, None])) * rstd.double()[:, None]
@@ -139,6 +148,7 @@ def test_views(cuda, shape, centered, seed):
     x, weight, bias = inputs(*shape, centered)
     gradient = torch.randn(shape, device=DEVICE).to(x.dtype)
     for view, dy, residual_grad in zip(views(x), reversed(views(gradient)), views(gradient), strict=True):
+        check_add(cuda, view, dy, weight, bias, centered)
         mean, rstd = check_stats(cuda, view, weight, bias, centered)
         check_cast(cuda, view, weight, bias, mean, rstd, E4M3)
         check_backward(cuda, dy, view, weight, mean, rstd, residual_grad)
@@ -156,7 +166,8 @@ def test_values_that_are_not_finite_show(cuda, value, shape, centered, seed):
     mean, rstd, amax = cuda.norm_stats(x, weight, bias, EPS, centered=centered)
     assert amax.isnan()
     check_cast(cuda, x, weight, bias, mean, rstd, E4M3)
-    dx, dweight, _ = cuda.norm_backward(x, x, weight, mean, rstd, None)
+    dx, dweight, _, amax = cuda.norm_backward(x, x, weight, mean, rstd, None)
+    assert amax.isnan()
     assert dx[2].isnan().any() and dx[[0, 1]].isfinite().all() and dweight[7].isnan()
 
 
@@ -234,7 +245,7 @@ def test_B20_more_than_two_to_the_31_elements(centered, seed):
     assert_same_bits(codes_t[:, m - tail :], want[1])
     assert amax == again == want[2]
     del codes, codes_t
-    dx, dweight, _ = kernels.norm_backward(x, x, weight, mean, rstd, x)
+    dx, dweight, _, _ = kernels.norm_backward(x, x, weight, mean, rstd, x)
     last = kernels.norm_backward(x[-tail:], x[-tail:], weight, last_mean, rstd[-tail:], x[-tail:])
     assert_same_bits(dx[-tail:], last[0])
     torch.testing.assert_close(dweight, last[1], rtol=1e-4, atol=1e-2)

@@ -13,12 +13,12 @@ from octavo.kernels.cuda.adamw import adamw
 from octavo.kernels.cuda.cast import amax, cast, scale_from_amax, uncast
 from octavo.kernels.cuda.gemm import scaled_mm_nt
 from octavo.kernels.cuda.magnitudes import magnitudes
-from octavo.kernels.cuda.norm import norm_cast, norm_stats
+from octavo.kernels.cuda.norm import add_norm_stats, norm_cast, norm_stats
 from octavo.kernels.cuda.norm_backward import norm_backward
 from octavo.kernels.cuda.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.cuda.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes, update_mu
 from octavo.kernels.cuda.residual import cast_residual, uncast_residual
-from octavo.kernels.cuda.rotary import rotary
+from octavo.kernels.cuda.rotary import rotary, rotary_, rotary_backward
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "activation_backward_amax",
     "activation_backward_cast",
     "activation_cast",
+    "add_norm_stats",
     "adamw",
     "amax",
     "cast",
@@ -42,6 +43,8 @@ __all__ = [
     "pack_codes",
     "quantize",
     "rotary",
+    "rotary_",
+    "rotary_backward",
     "scale_from_amax",
     "scaled_mm_nt",
     "sum_codes",

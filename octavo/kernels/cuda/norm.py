@@ -3,6 +3,7 @@
 Bytes an element of BF16, and the time of 16,384 rows of 4,096 at 4.2 TB/s:
 
     norm_stats      x                      2       32 µs
+    add_norm_stats  x, addend; sum         6       96 µs
     norm_cast       x; codes, codes_t      4       64 µs
 
 `norm_stats` holds one row at a time in registers, so that mean, variance and maximum take one read. Each program walks over many
@@ -41,6 +42,8 @@ from octavo.kernels.cuda.tiles import (
 from octavo.kernels.cuda.transpose import geometry
 
 MAX_COLUMNS = 16_384
+SHARED_BYTES = 200_000
+"""Of shared memory for the rows to come; a multiprocessor of Hopper has 227 KiB."""
 
 
 @triton.jit(do_not_specialize=["m_size"])
@@ -51,8 +54,11 @@ def _stats_kernel(
     mean_ptr,
     rstd_ptr,
     amax_ptr,
+    addend_ptr,
+    sum_ptr,
     m_size,
     stride_m,
+    addend_stride,
     eps,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -61,7 +67,8 @@ def _stats_kernel(
     """mean = Σ x / K, rstd = 1 / √(Σ (x - mean)² / K + eps), amax = max |(x - mean) * rstd * weight + bias|.
 
     x [m_size, K], rows stride_m apart: any float; weight, bias [K]: any float; mean, rstd [m_size]: FP32; amax [1]: FP32 bits as
-    int32, zero before. A mean or bias that is None is zero.
+    int32, zero before. A mean or bias that is None is zero. Given an addend, its rows addend_stride apart, x stands for x + addend,
+    rounded to the dtype of x and stored in sum [m_size, K], contiguous.
     """
     k = tl.arange(0, BLOCK)
     valid = k < K
@@ -72,6 +79,11 @@ def _stats_kernel(
     for row in tl.range(tl.program_id(0), m_size, tl.num_programs(0), num_stages=STAGES):
         at = row * tl.full([], 1, tl.int64)
         x = tl.load(x_ptr + at * stride_m + k, mask=valid, other=0.0).to(tl.float32)
+        if addend_ptr is not None:
+            x += tl.load(addend_ptr + at * addend_stride + k, mask=valid, other=0.0).to(tl.float32)
+            rounded = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at * K + k, rounded, mask=valid)
+            x = rounded.to(tl.float32)
         if mean_ptr is not None:
             mean = tl.sum(x, 0) * (1.0 / K)
             tl.store(mean_ptr + row, mean)
@@ -159,16 +171,49 @@ def norm_stats(
     """See `octavo.kernels.norm`."""
     if unfit(x):
         return reference.norm_stats(x, weight, bias, eps, centered=centered)
-    x, (m, k), block = rows_of(x), x.shape, block_of(x)
+    return _stats(rows_of(x), None, None, weight, bias, eps, centered)
+
+
+def add_norm_stats(
+    x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """See `octavo.kernels.norm`."""
+    if unfit(x):
+        return reference.add_norm_stats(x, addend, weight, bias, eps, centered=centered)
+    total = x.new_empty(x.shape)
+    return total, *_stats(rows_of(x), rows_of(addend), total, weight, bias, eps, centered)
+
+
+def _stats(
+    x: Tensor,
+    addend: Tensor | None,
+    total: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    (m, k), block = x.shape, block_of(x)
     mean = x.new_empty(m, dtype=torch.float32) if centered else None
     rstd = x.new_empty(m, dtype=torch.float32)
     amax = x.new_zeros((), dtype=torch.float32)
+    row_bytes = block * x.itemsize * (1 if addend is None else 2)
     # 32 elements a thread, four rows of 4,096 at a time on each multiprocessor. Without mean and bias no product can be fused but the
     # squares into their sum; with them, products that `norm_cast` rounds could be too.
     _launch_stats(min(max(block // 1024, 1), 16), mean is None and bias is None)(
         min(m, (1 << 21) // block),
-        (x, weight.contiguous(), None if bias is None else bias.contiguous(), mean, rstd, amax.view(torch.int32)),
-        *(m, x.stride(0), float(eps), k, block, 3),
+        (
+            x,
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            mean,
+            rstd,
+            amax.view(torch.int32),
+            addend,
+            total,
+        ),
+        *(m, x.stride(0), 0 if addend is None else addend.stride(0), float(eps), k, block),
+        3 if 2 * row_bytes <= SHARED_BYTES else 2,
     )
     return mean, rstd, amax
 

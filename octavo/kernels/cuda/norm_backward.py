@@ -25,14 +25,13 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.cuda.launch import Launcher
-from octavo.kernels.cuda.norm import block_of, unfit
-from octavo.kernels.cuda.tiles import rows_of
+from octavo.kernels.cuda.norm import SHARED_BYTES, block_of, unfit
+from octavo.kernels.cuda.numerics import magnitude_bits
+from octavo.kernels.cuda.tiles import larger, rows_of
 from octavo.kernels.cuda.transpose import tile
 
 SUMMED_COLUMNS = 8192
 """Columns up to which sums over rows stay in registers."""
-SHARED_BYTES = 200_000
-"""Of shared memory for the rows to come; a multiprocessor of Hopper has 227 KiB."""
 
 
 @triton.jit(do_not_specialize=["m_size"])
@@ -46,6 +45,7 @@ def _backward_kernel(
     dx_ptr,
     dweight_ptr,
     dbias_ptr,
+    amax_ptr,
     m_size,
     dy_stride,
     x_stride,
@@ -55,16 +55,17 @@ def _backward_kernel(
     SUMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = (g - n * Σ(g * n) / K - Σ g / K) * rstd + residual; dweight = Σ dy * n, dbias = Σ dy over the rows of this program.
+    """dx = (g - n * Σ(g * n) / K - Σ g / K) * rstd + residual; dweight = Σ dy * n, dbias = Σ dy, amax = max |dx| over this program's rows.
 
     g = dy * weight, n = (x - mean) * rstd; without a mean the last sum in dx is left out. dy, x, residual [m_size, K], their rows
     so far apart, and dx [m_size, K], contiguous: any float; weight [K]: any float; mean, rstd [m_size]: FP32; dweight, dbias
-    [programs, K]: FP32, if SUMS. A mean or residual that is None is zero.
+    [programs, K]: FP32, if SUMS; amax [programs]: FP32 bits as int32. A mean or residual that is None is zero.
     """
     k = tl.arange(0, BLOCK)
     valid = k < K
     weight = tl.load(weight_ptr + k, mask=valid, other=0.0).to(tl.float32)
     dweight, dbias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([BLOCK // 8], tl.int32)
     for row in tl.range(tl.program_id(0), m_size, tl.num_programs(0), num_stages=STAGES):
         at = row * tl.full([], 1, tl.int64)
         dy = tl.load(dy_ptr + at * dy_stride + k, mask=valid, other=0.0).to(tl.float32)
@@ -81,9 +82,14 @@ def _backward_kernel(
         if residual_ptr is not None:
             dx += tl.load(residual_ptr + at * residual_stride + k, mask=valid, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at * K + k, dx.to(dx_ptr.dtype.element_ty), mask=valid)
+        bits = magnitude_bits(tl.where(valid, dx, 0.0))
+        largest = larger(tl.max(tl.reshape(bits, [BLOCK // 8, 8]), 1), largest)
         if SUMS:
             dweight += dy * n
             dbias += dy
+    # Rounding keeps the order of magnitudes, so it can wait for the maximum.
+    amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
+    tl.store(amax_ptr + tl.program_id(0), magnitude_bits(amax.to(dx_ptr.dtype.element_ty)))
     if SUMS:
         index = tl.program_id(0).to(tl.int64) * K + k
         tl.store(dweight_ptr + index, dweight, mask=valid)
@@ -135,12 +141,18 @@ def _add_parts_kernel(
     dbias_parts_ptr,
     dweight_ptr,
     dbias_ptr,
+    maxima_ptr,
+    amax_ptr,
     parts,
+    programs,
     k_size,
     TILE_P: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """dweight = Σ of its parts, dbias likewise, or None. parts [parts, k_size], sums [k_size]: FP32."""
+    """dweight = Σ of its parts, dbias likewise, or None; amax = the largest of maxima [programs]: FP32 bits as int32.
+
+    parts [parts, k_size], sums [k_size]: FP32; amax [1]: int32.
+    """
     k = tl.program_id(0) * TILE_K + tl.arange(0, TILE_K)
     dweight, dbias = tl.zeros([TILE_P, TILE_K], tl.float32), tl.zeros([TILE_P, TILE_K], tl.float32)
     for first in range(0, parts, TILE_P):
@@ -153,6 +165,12 @@ def _add_parts_kernel(
     tl.store(dweight_ptr + k, tl.sum(dweight, 0), mask=k < k_size)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + k, tl.sum(dbias, 0), mask=k < k_size)
+    if tl.program_id(0) == 0:
+        largest = tl.zeros([TILE_P], tl.int32)
+        for first in range(0, programs, TILE_P):
+            part = first + tl.arange(0, TILE_P)
+            largest = larger(tl.load(maxima_ptr + part, mask=part < programs, other=0), largest)
+        tl.store(amax_ptr, tl.max(largest, 0))
 
 
 _launch_sums = Launcher(_sums_kernel, num_warps=4)
@@ -166,7 +184,7 @@ def _launch_backward(warps: int) -> Launcher:
 
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, residual_grad: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """See `octavo.kernels.norm`."""
     if unfit(x):
         return reference.norm_backward(dy, x, weight, mean, rstd, residual_grad)
@@ -180,10 +198,11 @@ def norm_backward(
     dx = x.new_empty((m, k))
     dweights = x.new_empty((parts, k), dtype=torch.float32)
     dbiases = None if mean is None else torch.empty_like(dweights)
+    maxima = x.new_empty(programs, dtype=torch.int32)
     row_bytes = block * (dy.itemsize + x.itemsize + (0 if residual is None else residual.itemsize))
     _launch_backward(min(max(block // 512, 1), 16))(
         programs,
-        (dy, x, weight.contiguous(), mean, rstd, residual, dx, dweights, dbiases),
+        (dy, x, weight.contiguous(), mean, rstd, residual, dx, dweights, dbiases, maxima),
         *(m, dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)),
         *(k, block, summed, 3 if 2 * row_bytes <= SHARED_BYTES else 2),
     )
@@ -196,5 +215,10 @@ def norm_backward(
         )
     dweight = x.new_empty(k, dtype=torch.float32)
     dbias = None if mean is None else torch.empty_like(dweight)
-    _launch_add_parts(triton.cdiv(k, 32), (dweights, dbiases, dweight, dbias), parts, k, 64, 32)
-    return dx, dweight, dbias
+    amax = x.new_empty((), dtype=torch.float32)
+    _launch_add_parts(
+        triton.cdiv(k, 32),
+        (dweights, dbiases, dweight, dbias, maxima, amax.view(torch.int32)),
+        *(parts, programs, k, 64, 32),
+    )
+    return dx, dweight, dbias, amax

@@ -202,6 +202,7 @@ def quantize(
     row: bool = True,
     col: bool = True,
     column_sum: bool = False,
+    amax: Tensor | None = None,
     unit: Tensor | None = None,
     stats: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
@@ -209,11 +210,23 @@ def quantize(
     m, k = x.shape
     if m <= 1 or k <= 1:
         return reference.quantize(
-            x, fmt, power_of_two=power_of_two, row=row, col=col, column_sum=column_sum, unit=unit, stats=stats
+            x,
+            fmt,
+            power_of_two=power_of_two,
+            row=row,
+            col=col,
+            column_sum=column_sum,
+            amax=amax,
+            unit=unit,
+            stats=stats,
         )
     if not x.is_contiguous():
         x = x.contiguous()
-    parts, sums = _amax_parts_and_sum(x) if column_sum else (amax_parts(x), None)
+    sums = None
+    if column_sum:
+        parts, sums = _amax_parts_and_sum(x)
+    else:
+        parts = amax_parts(x) if amax is None else amax.view(torch.int32).view(1)
     count = parts.numel()
     m_padded, k_padded, tiles_m, tiles_k = geometry(m, k, TILE_M, TILE_K)
     codes = x.new_empty((m_padded, k_padded), dtype=fmt.dtype) if row else None

@@ -21,13 +21,13 @@ from octavo.kernels.reference.cast import (
 )
 from octavo.kernels.reference.gemm import scaled_mm_nt
 from octavo.kernels.reference.magnitudes import magnitudes
-from octavo.kernels.reference.norm import norm_backward, norm_cast, norm_stats
+from octavo.kernels.reference.norm import add_norm_stats, norm_backward, norm_cast, norm_stats
 from octavo.kernels.reference.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.reference.random import make_key, random_bits
 from octavo.kernels.reference.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes
 from octavo.kernels.reference.reduce_scalars import update_mu
 from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_e4m11, uncast_residual
-from octavo.kernels.reference.rotary import rotary
+from octavo.kernels.reference.rotary import rotary, rotary_, rotary_backward
 
 __all__ = [
     "ALIGN",
@@ -35,6 +35,7 @@ __all__ = [
     "activation_backward_amax",
     "activation_backward_cast",
     "activation_cast",
+    "add_norm_stats",
     "adamw",
     "adamw_scalars",
     "amax",
@@ -56,6 +57,8 @@ __all__ = [
     "quantize",
     "random_bits",
     "rotary",
+    "rotary_",
+    "rotary_backward",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

@@ -26,6 +26,14 @@ def norm_stats(
     return mean, rstd, amax(normalize(x, weight, bias, mean, rstd))
 
 
+def add_norm_stats(
+    x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(x + addend, and `norm_stats` of it)."""
+    total = (x + addend).contiguous()
+    return total, *norm_stats(total, weight, bias, eps, centered=centered)
+
+
 def norm_cast(
     x: Tensor,
     weight: Tensor,
@@ -46,8 +54,8 @@ def norm_cast(
 
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, residual_grad: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx [M, K] in the dtype of x, dweight FP32 [K], dbias FP32 [K], or None without a mean).
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(dx [M, K] in the dtype of x, dweight FP32 [K], dbias FP32 [K], or None without a mean, amax of dx).
 
     With g = dy · weight and means over the row: dx = (g - mean(g) - n · mean(g · n)) · rstd + residual_grad; RMSNorm has no mean(g).
     """
@@ -61,7 +69,8 @@ def norm_backward(
     dx *= rstd[:, None]
     if residual_grad is not None:
         dx += residual_grad.float()
-    return dx.to(x.dtype), dweight, dbias
+    dx = dx.to(x.dtype)
+    return dx, dweight, dbias, amax(dx)
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:

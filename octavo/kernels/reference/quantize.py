@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.reference.cast import amax, cast, cast_transpose, scale_from_amax
+from octavo.kernels.reference.cast import amax as largest
+from octavo.kernels.reference.cast import cast, cast_transpose, scale_from_amax
 
 
 def quantize(
@@ -21,6 +22,7 @@ def quantize(
     row: bool = True,
     col: bool = True,
     column_sum: bool = False,
+    amax: Tensor | None = None,
     unit: Tensor | None = None,
     stats: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
@@ -28,7 +30,7 @@ def quantize(
 
     The scale returned is visible (see `visible_scale`), and inverse is its reciprocal; column_sum is FP32 [K], before the cast.
     """
-    maximum = amax(x)
+    maximum = largest(x) if amax is None else amax
     scale = scale_from_amax(maximum, fmt.max, power_of_two)
     codes, codes_t = cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=stats)
     visible, inverse = visible_scale(scale, maximum, unit)
@@ -37,7 +39,7 @@ def quantize(
 
 def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes, scale): `cast` of `x`, of any shape, with the scale of its own amax; codes all NaN and scale 1 if a value is not finite."""
-    maximum = amax(x)
+    maximum = largest(x)
     scale = scale_from_amax(maximum, fmt.max)
     return cast(x, torch.where(maximum.isfinite(), scale, torch.nan), fmt.dtype, stats=stats), scale
 

@@ -1,0 +1,248 @@
+"""The autograd functions of `octavo.linear.fused`, which says what they save and why they are as large as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+
+from octavo import kernels
+from octavo.formats import Format
+from octavo.linear.gemm import Gemms, check_version, dgrad, fprop, stored_gradient, weight_version, wgrad
+from octavo.linear.operand import (
+    Operand,
+    cast_and_sum,
+    known_amax,
+    release_operand,
+    remember_amax,
+    weight_operand,
+)
+from octavo.recipe import Recipe
+from octavo.scaling import DelayedScaling
+
+
+class Heads(NamedTuple):
+    """How the output of a layer is cut."""
+
+    queries: int
+    groups: int
+    """Heads of keys, and of values."""
+    channels: int
+    table: tuple[Tensor, Tensor] | None
+    """cos and sin, as in `kernels.rotary`; None turns nothing."""
+
+
+class Past(NamedTuple):
+    """Scales of a layer's input from past maxima."""
+
+    scaling: DelayedScaling | None
+    record: bool
+    """Whether backward may follow, which an autograd function is not told: only such a forward counts for later ones."""
+
+
+def _cast(
+    amax: Callable[[], Tensor],
+    cast: Callable[[Tensor], tuple[Any, ...]],
+    device: torch.device,
+    fmt: Format,
+    power_of_two: bool,
+    past: Past,
+) -> tuple[Operand, Tensor, tuple[Any, ...]]:
+    """(operand, its scale while it is cast, what `cast` gives besides): `cast(scale)` is (codes, codes_t, amax, ...)."""
+    if past.scaling is None:
+        maximum = amax()
+        scale = kernels.scale_from_amax(maximum, fmt.max, power_of_two)
+    else:
+        scale = past.scaling.scale_of(amax, device, fmt.max)
+    codes, codes_t, found, *rest = cast(scale)
+    if past.scaling is not None:
+        maximum = found
+        if past.record:
+            past.scaling.record(found)
+    return Operand(codes, codes_t, *kernels.visible_scale(scale, maximum, None)), scale, tuple(rest)
+
+
+def _cast_norm(
+    x: Tensor,
+    addend: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    how: tuple[float, bool],
+    col: bool,
+    past: Past,
+) -> tuple[Operand, Tensor, Tensor | None, Tensor]:
+    """(operand of norm(s), s, mean, rstd) of s [M, K] = x + addend."""
+    fmt = recipe.input
+    assert fmt is not None
+    if addend is None:
+        mean, rstd, amax = kernels.norm_stats(x, weight, bias, how[0], centered=how[1])
+    else:
+        x, mean, rstd, amax = kernels.add_norm_stats(x, addend, weight, bias, how[0], centered=how[1])
+
+    def cast(scale: Tensor) -> tuple[Any, ...]:
+        return kernels.norm_cast(x, weight, bias, mean, rstd, scale, fmt.dtype, col=col)
+
+    return _cast(lambda: amax, cast, x.device, fmt, recipe.power_of_two, past)[0], x, mean, rstd
+
+
+class NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        how: tuple[float, bool],
+        gemms: Gemms,
+        past: Past,
+        heads: Heads | None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        needs = [past.record and need for need in ctx.needs_input_grad]
+        operand, rows, mean, rstd = _cast_norm(
+            _rows(x), None, norm_weight, norm_bias, gemms.recipe, how, needs[3], past
+        )
+        ctx.gemms, ctx.weight, ctx.version, ctx.heads, ctx.shape = gemms, weight, weight_version(weight), heads, x.shape
+        ctx.save_for_backward(rows, norm_weight, mean, rstd, operand.codes_t, operand.inverse)
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
+        y = _product(operand, weight, bias, gemms, rows.shape[0], any(needs))
+        if heads is None:
+            return y
+        y = y.view(*x.shape[:-1], -1, heads.channels)
+        if heads.table is not None:
+            kernels.rotary_(y, *heads.table, heads.queries + heads.groups)
+        return *y.split((heads.queries, heads.groups, heads.groups), dim=-2), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm_weight, mean, rstd, codes_t, inverse = ctx.saved_tensors
+        check_version(ctx.weight, ctx.version)
+        recipe, needs = ctx.gemms.recipe, ctx.needs_input_grad
+        dy, residual = gradients[0], None
+        if ctx.heads is not None:
+            dy, amax = kernels.rotary_backward(*gradients[:3], *(ctx.heads.table or (None, None)))
+            dy, residual = remember_amax(dy.view(x.shape[0], -1), amax), _rows(gradients[3])
+        operand, db = cast_and_sum(
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], needs[4], ctx.gemms.scaling, True, None, None
+        )
+        dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
+        dw = _weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
+        release_operand(ctx.weight, needs[3])
+        dx, dgain, dshift, amax = kernels.norm_backward(dn, x, norm_weight, mean, rstd, residual)
+        dx = _like(dx, ctx.shape, amax)
+        dgain, dshift, db = dgain.to(norm_weight.dtype), _to(dshift, ctx.dtypes[0]), _to(db, ctx.dtypes[1])
+        return dx, dgain, dshift, dw, db, None, None, None, None
+
+
+class FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        addend: Tensor | None,
+        how: tuple[float, bool],
+        kind: str,
+        gemms: tuple[Gemms, Gemms],
+        past: tuple[Past, Past],
+        recompute: bool,
+    ) -> Tensor:
+        needs, shape, (up, out) = [past[0].record and need for need in ctx.needs_input_grad], x.shape, gemms
+        n, x, mean, rstd = _cast_norm(_rows(x), addend, norm_weight, norm_bias, up.recipe, how, needs[3], past[0])
+        m = x.shape[0]
+        h = _product(n, w1, b1, up, m, any(needs))
+        fmt = out.recipe.input
+        assert fmt is not None
+
+        def cast(scale: Tensor) -> tuple[Any, ...]:
+            return kernels.activation_cast(h, kind, scale, fmt.dtype, col=needs[5] and not recompute)
+
+        amax = partial(kernels.activation_amax, h, kind)
+        a, scale, _ = _cast(amax, cast, x.device, fmt, out.recipe.power_of_two, past[1])
+        ctx.gemms, ctx.weights = gemms, (w1, w2)
+        ctx.versions = [weight_version(w) for w in (w1, w2)]
+        ctx.kind, ctx.shape = kind, shape
+        ctx.save_for_backward(x, norm_weight, mean, rstd, n.codes_t, n.inverse, h, a.codes_t, a.inverse, scale)
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, b1, b2)]
+        y = _product(a, w2, b2, out, m, any(needs)).add_(x)
+        return y if shape == y.shape else y.view(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm_weight, mean, rstd, n_codes_t, n_inverse, h, a_codes_t, a_inverse, a_scale = ctx.saved_tensors
+        (w1, w2), (up, out), needs, kind = ctx.weights, ctx.gemms, ctx.needs_input_grad, ctx.kind
+        for weight, version in zip(ctx.weights, ctx.versions, strict=True):
+            check_version(weight, version)
+        recipe, dy = out.recipe, _rows(dy)
+        operand, db2 = cast_and_sum(
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[5], needs[6], out.scaling, True, None, None
+        )
+        da = dgrad(operand, w2, out, (x.shape[0], w2.shape[1]), x.dtype)
+        dw2 = None
+        if needs[5]:
+            if a_codes_t is None:
+                a_codes_t = kernels.activation_cast(h, kind, a_scale, recipe.input.dtype, row=False)[1]
+            dw2 = _weight_gradient(operand, a_codes_t, a_inverse, w2, out)
+        release_operand(w2, needs[5])
+        fmt = up.recipe.grad_output
+        assert fmt is not None
+
+        def cast(scale: Tensor) -> tuple[Any, ...]:
+            return kernels.activation_backward_cast(da, h, kind, scale, fmt.dtype, col=needs[3], bias_sum=needs[4])
+
+        amax = partial(kernels.activation_backward_amax, da, h, kind)
+        operand, _, (db1,) = _cast(amax, cast, x.device, fmt, up.recipe.power_of_two, Past(up.scaling, True))
+        dn = dgrad(operand, w1, up, x.shape, x.dtype)
+        dw1 = _weight_gradient(operand, n_codes_t, n_inverse, w1, up) if needs[3] else None
+        release_operand(w1, needs[3])
+        dx, dgain, dshift, largest = kernels.norm_backward(dn, x, norm_weight, mean, rstd, dy)
+        d_addend = _like(dx, dx.shape, largest) if needs[7] else None
+        norm_dtype, b1_dtype, b2_dtype = ctx.dtypes
+        dgain, dshift = dgain.to(norm_weight.dtype), _to(dshift, norm_dtype)
+        gradients = (_like(dx, ctx.shape, largest), dgain, dshift, dw1, _to(db1, b1_dtype), dw2, _to(db2, b2_dtype))
+        return *gradients, d_addend, None, None, None, None, None
+
+
+def _product(x: Operand, weight: Tensor, bias: Tensor | None, gemms: Gemms, m: int, backward: bool) -> Tensor:
+    """x · wᵀ + bias, [m, N]; a backward to come finds the transposed codes of the weight made, but for one that is compiled."""
+    recipe, keep = gemms.recipe, backward and not is_compiling()
+    assert recipe.weight is not None
+    w = weight_operand(weight, recipe.weight, power_of_two=recipe.power_of_two, col=keep)
+    return fprop(x, w, bias, gemms, (m, weight.shape[0]))
+
+
+def _weight_gradient(dy: Operand, x_codes_t: Tensor, x_inverse: Tensor, weight: Tensor, gemms: Gemms) -> Tensor:
+    return stored_gradient(wgrad(dy, x_codes_t, x_inverse, weight, gemms), weight, gemms)
+
+
+def _to(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if x is None or dtype is None else x.to(dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as a matrix [M, K], with what is known of its maximum."""
+    if x.dim() == 2:
+        return x
+    amax = known_amax(x)
+    rows = x.flatten(0, -2)
+    return rows if amax is None else remember_amax(rows, amax)
+
+
+def _like(dx: Tensor, shape: torch.Size, amax: Tensor) -> Tensor:
+    """The gradient dx [M, K] in the shape of what it is for, with its maximum."""
+    dx = dx if dx.shape == shape else dx.view(shape)
+    return dx if is_compiling() else remember_amax(dx, amax)
