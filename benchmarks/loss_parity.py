@@ -4,9 +4,10 @@
     python benchmarks/loss_parity.py gpt_125m --recipes bf16 paper paper-2b paper-3 paper-4 --set train.steps=2000
 
 Writes one row a run to `OUT/loss_parity.csv` (training loss: mean of the last tenth of the steps; validation loss: held-out
-documents, after the last step), the curves of the first seed to `OUT/loss_parity.png`, and prints for each recipe the mean
-difference to the baseline over the same seeds, its standard deviation, and beside it the spread of the baseline itself over seeds:
-a difference within that spread is no difference. Runs that are already in OUT and complete are not repeated.
+documents, after the last step), the curves, each a mean over the seeds that all recipes finished, to `OUT/loss_parity.png`, and
+prints for each recipe the mean difference to the baseline over the same seeds, its standard deviation, and beside it the spread of
+the baseline itself over seeds: a difference within that spread is no difference. Runs that are already in OUT and complete are not
+repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from queue import Queue
 import torch
 
 from octavo.train.metrics import read_metrics, smoothed_loss
-from octavo.train.plots import loss_curve, plot_losses
+from octavo.train.plots import Curve, loss_curve, plot_losses
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def main() -> int:
 def train(run: Run, arguments: argparse.Namespace, slot: int) -> int:
     """Train in a process of its own, continuing what an earlier call left; returns its exit code."""
     settings = [
+        "model.break_even=none",  # losses are compared, not times
         *arguments.set,
         f"recipe={run.recipe}",
         f"seed={run.seed}",
@@ -160,16 +162,35 @@ def summary(rows: Sequence[Row], recipes: Sequence[str]) -> str:
 
 
 def plot(path: Path, rows: Sequence[Row], runs: Sequence[Run], baseline: str) -> None:
-    """The curves of the first seed for which the baseline finished."""
-    seed = next((run.seed for run in runs if run.recipe == baseline), None)
-    if seed is None:
+    """The curves of all recipes, means over the seeds that every recipe finished."""
+    recipes = list(dict.fromkeys([baseline, *(run.recipe for run in runs)]))
+    done = {(run.recipe, run.seed): run for run in runs}
+    seeds = [
+        seed for seed in dict.fromkeys(run.seed for run in runs) if all((recipe, seed) in done for recipe in recipes)
+    ]
+    if not seeds:
         return
-    curves = {run.recipe: loss_curve(read_metrics(run.folder / "metrics.jsonl")) for run in runs if run.seed == seed}
-    losses = {row.recipe: row.val_loss for row in rows if row.seed == seed}
+    curves, losses = {}, {}
+    for recipe in recipes:
+        folders = [done[recipe, seed].folder for seed in seeds]
+        curves[recipe] = mean_curve([loss_curve(read_metrics(folder / "metrics.jsonl")) for folder in folders])
+        losses[recipe] = statistics.fmean(row.val_loss for row in rows if row.recipe == recipe and row.seed in seeds)
     row = rows[0]
-    title = f"{row.preset}: {row.steps:,} steps, {row.tokens / 1e6:,.1f}M tokens, seed {seed},\n{row.device}, torch {row.torch}"
+    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"means over seeds {', '.join(map(str, seeds))}"
+    title = (
+        f"{row.preset}: {row.steps:,} steps, {row.tokens / 1e6:,.1f}M tokens, {which},\n{row.device}, torch {row.torch}"
+    )
     plot_losses(path, curves, baseline, title, losses)
     print(f"curves in {path}")
+
+
+def mean_curve(curves: Sequence[Curve]) -> list[tuple[int, float | None]]:
+    """Point by point; None where any of them skipped the step."""
+    points = []
+    for same_step in zip(*curves, strict=True):
+        losses = [loss for _, loss in same_step if loss is not None]
+        points.append((same_step[0][0], statistics.fmean(losses) if len(losses) == len(curves) else None))
+    return points
 
 
 def _mean_spread(values: Sequence[float], signed: bool = False) -> str:
