@@ -160,6 +160,18 @@ def test_tokens_and_mode_count(table, seed):
     assert taken(tokens=64, compiled=True) == ["0", "1"]
 
 
+def test_layers_of_a_fused_block_go_together(table, seed):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 256))
+    together = ((64, 64), (256, 256))
+    rule = BreakEven(tokens=64, table=table, together=together)
+    slow, fast = (bf16 / fp8 for bf16, fp8 in (times("eager", 64, *shape) for shape in together))
+    total = (64**2 + 256**2) / (64**2 / slow + 256**2 / fast)
+    assert slow < 1 < total < fast
+    for shape in together:
+        assert rule.speedup(*shape, "cpu") == pytest.approx(total)
+    assert converted(convert(model, break_even=rule)) == ["0", "1", "2"]
+
+
 def test_weights_stored_the_other_way(table, seed):
     class Conv1D(nn.Module):
         def __init__(self, nf: int, nx: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from training import assert_same_checkpoint, newest, small_config
 
 from octavo.convert import BreakEven
 from octavo.linear import FP8Linear
+from octavo.plan import setup_of
 from octavo.settings import override
 from octavo.train import checkpoint
 from octavo.train.presets import get_preset
@@ -77,6 +79,16 @@ def test_a_run_in_which_nothing_is_faster(settings, tmp_path, seed):
     loss = trainer.run().train_loss
     plain = small_config(tmp_path, *settings, "recipe=bf16", f"out={tmp_path}/plain")
     assert Trainer(plain).run().train_loss == pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(("wide", "expected"), [(1.1, set()), (3.0, ATTENTION | FEED_FORWARD)])
+@pytest.mark.filterwarnings("ignore:recipe 'O2' converts no layer")
+def test_a_fused_block_is_taken_or_left_as_a_whole(wide, expected, settings, tmp_path, seed):
+    write_table(tmp_path / "table.csv", 0.5, wide)
+    trainer = Trainer(small_config(tmp_path, *settings, "model.fused=true"))
+    assert converted(trainer.model) == expected
+    planned = dataclasses.replace(setup_of(override(trainer.config, ["model.vocab_size=257"]), "cpu"), device="cpu")
+    assert {*checkpoint.layers_left({"left": trainer._left}).shapes} == planned.left
 
 
 def test_tokens_and_compilation_are_those_of_the_run():

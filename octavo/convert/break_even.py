@@ -183,15 +183,26 @@ class BreakEven:
     """The layers will run under `torch.compile` or in a CUDA graph."""
     table: str | Path | None = None
     """A file of `octavo bench --break-even`; None is octavo's own measurements."""
+    together: tuple[tuple[int, int], ...] = ()
+    """Shapes (inputs, outputs) of layers that a fused block runs as one: their time decides as a whole, since one that is left takes
+    the block apart."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens}: a layer sees at least one token")
 
     def speedup(self, inputs: int, outputs: int, capability: str) -> float | None:
-        """Of FP8 over BF16 on devices of that name (see `capability_of`); None where it was not measured."""
+        """Of FP8 over BF16 on devices of that name (see `capability_of`); None where it was not measured.
+
+        Of layers that go together, BF16 takes time in proportion to their arithmetic.
+        """
         found = find_table(capability, None if self.table is None else Path(self.table))
-        return None if found is None else found.speedup(self.tokens, inputs, outputs, GRAPH if self.compiled else EAGER)
+        if found is None:
+            return None
+        mode = GRAPH if self.compiled else EAGER
+        shapes = self.together if (inputs, outputs) in self.together else ((inputs, outputs),)
+        bf16 = sum(k * n for k, n in shapes)
+        return bf16 / sum(k * n / found.speedup(self.tokens, k, n, mode) for k, n in shapes)
 
     def __call__(self, inputs: int, outputs: int, device: torch.device) -> TooSlow | None:
         capability = capability_of(device)

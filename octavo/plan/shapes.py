@@ -77,8 +77,10 @@ class Setup:
         """Shapes of the linear layers that stay as they are because FP8 would be slower."""
         if self.table is None or not self.recipe.converts:
             return frozenset()
-        rule = BreakEven(self.tokens, self.compiled, None if self.table == "auto" else self.table)
-        speedups = {shape: rule.speedup(*shape, self.capability) for shape in self.linears.values()}
+        shapes = tuple(self.linears.values())
+        table, together = None if self.table == "auto" else self.table, shapes if self.model.fused else ()
+        rule = BreakEven(self.tokens, self.compiled, table, together)
+        speedups = {shape: rule.speedup(*shape, self.capability) for shape in shapes}
         return frozenset(shape for shape, speedup in speedups.items() if speedup is not None and speedup < 1)
 
     def converted(self, name: str) -> bool:

@@ -7,13 +7,15 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import initialize
+from octavo.convert import BreakEven, initialize
 from octavo.convert.break_even import Rule, deciding_by
+from octavo.convert.policy import sides
 from octavo.hf.causal_lm import CausalLM
 from octavo.hf.checkpoint import Checkpoint
 from octavo.hf.load import DecoderValues
@@ -74,22 +76,26 @@ def build_model(
     """The converted model on `device`: its weights a function of the seed alone, or those of the checkpoint `source`.
 
     Those of a `resumed` run that began from a checkpoint are not set: octavo's own checkpoint has them. `break_even` leaves layers
-    for their speed.
+    for their speed, those of fused blocks together.
     """
-    with deciding_by(break_even):
-        return _build_model(config, vocab_size, device, source, resumed)
-
-
-def _build_model(
-    config: TrainConfig, vocab_size: int, device: torch.device, source: Checkpoint | None, resumed: bool
-) -> Transformer | CausalLM:
     if source is not None and config.model.as_ == "transformers":
-        return build_transformers(config, device, source, weights=not resumed)
+        with deciding_by(break_even):
+            return build_transformers(config, device, source, weights=not resumed)
     shape = model_config(config, vocab_size, source)
     fill = None
     if source is not None:
         fill = _leave if resumed else DecoderValues(source, shape)
-    return Transformer.build(shape, recipe=config.recipe, device=device, seed=config.seed, fill=fill)
+    if shape.fused and isinstance(break_even, BreakEven):
+        break_even = replace(break_even, together=_block_shapes(shape))
+    with deciding_by(break_even):
+        return Transformer.build(shape, recipe=config.recipe, device=device, seed=config.seed, fill=fill)
+
+
+def _block_shapes(shape: TransformerConfig) -> tuple[tuple[int, int], ...]:
+    """(inputs, outputs) of the linear layers of a block."""
+    with torch.device("meta"):
+        (block,) = Transformer(replace(shape, n_layers=1)).blocks
+    return tuple(sides(module) for module in block.modules() if isinstance(module, nn.Linear))
 
 
 def _leave(name: str, parameter: Tensor) -> None:
