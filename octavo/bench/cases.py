@@ -184,7 +184,7 @@ def optimizer_cases(run: Run, n: int) -> Iterator[Case]:
     )
     del values
     one = torch.ones((), device=run.device)
-    columns, ok = kernels.adamw_scalars(
+    columns, _, ok = kernels.adamw_scalars(
         torch.tensor([5.0], device=run.device),
         torch.stack([scales["param"], one, scales["exp_avg_sq"]])[None],
         torch.stack([kernels.amax(codes) for codes in (p, m, v)])[None],

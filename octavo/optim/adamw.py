@@ -45,6 +45,8 @@ class _Plan:
     """The scalars of a bucket's step, on its device."""
 
     columns: Scalars
+    scales: tuple[Tensor, Tensor, Tensor]
+    """New ones of param, exp_avg and exp_avg_sq, FP32 [n]."""
     keys: Tensor
     maxima: Tensor
     """FP32 [n, 3], of the codes before the step."""
@@ -175,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
         one = torch.ones((), device=device)
         step = torch.stack([slot.state["step"] for slot in slots]) + 1
         maxima = torch.stack([self._maxima_before(slot) for slot in slots])
-        columns, ok = kernels.adamw_scalars(
+        columns, scales, ok = kernels.adamw_scalars(
             step,
             torch.stack([scale for slot in slots for scale in slot.scales(bucket.formats, one)]).view(-1, 3),
             maxima,
@@ -189,7 +191,7 @@ class AdamW(torch.optim.Optimizer):
             residual=slots[0].residual is not None,
             formats=bucket.formats,
         )
-        return _Plan(columns, kernels.make_key(group["seed"], step, 0, device), maxima, ok)
+        return _Plan(columns, scales, kernels.make_key(group["seed"], step, 0, device), maxima, ok)
 
     def _maxima_before(self, slot: Slot) -> Tensor:
         fingerprint, maxima = self._maxima.get(slot.param, (None, None))
@@ -199,7 +201,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, bucket: _Bucket, plan: _Plan, ok: Tensor) -> None:
         """Run the passes of a bucket, then store what they leave: steps, scales and maxima."""
-        slots, formats, columns = bucket.slots, bucket.formats, plan.columns
+        slots, formats = bucket.slots, bucket.formats
         drop_weight_cache(slot.param for slot in slots)
         maxima = torch.zeros_like(plan.maxima)
         operands = [
@@ -215,7 +217,7 @@ class AdamW(torch.optim.Optimizer):
             )
             for slot in slots
         ]
-        kernels.adamw(operands, torch.stack(columns, dim=1), plan.keys, ok, maxima, formats)
+        kernels.adamw(operands, torch.stack(plan.columns, dim=1), plan.keys, ok, maxima, formats)
         for slot, updated in zip(slots, operands, strict=True):
             if not slot.codes.is_contiguous():
                 slot.codes.copy_(updated.param.view(slot.codes.shape))
@@ -223,8 +225,7 @@ class AdamW(torch.optim.Optimizer):
         torch._foreach_add_([slot.state["step"] for slot in slots], [ok.float()] * len(slots))
         one = torch.ones_like(ok, dtype=torch.float32)
         scales = zip(*(slot.scales(formats, one) for slot in slots), strict=True)
-        new_scales = (columns.param_scale, columns.exp_avg_scale, columns.exp_avg_sq_scale)
-        for old, new in zip(scales, new_scales, strict=True):
+        for old, new in zip(scales, plan.scales, strict=True):
             if old[0] is not one:
                 torch._foreach_copy_(list(old), torch.where(ok, new, torch.stack(old)).unbind())
         for slot, row in zip(slots, torch.where(ok, maxima, plan.maxima).unbind(), strict=True):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.formats import BF16, E4M3, FP16, FP32, Format
-from octavo.kernels.reference.adamw import UpdateFormats
-from octavo.kernels.reference.adamw_scalars import has_scale
+from octavo.kernels.reference.adamw import UpdateFormats, has_scale
 from octavo.recipe import Recipe
 from octavo.tensor import ScaledTensor, cast
 

@@ -1,10 +1,11 @@
 """AdamW in one pass, Triton: the twin of `octavo.kernels.reference.adamw`, equal to it bit for bit.
 
-Per element of O2 the pass moves 11 B (codes of p, m and √v both ways, the gradient once): 2.6 ps at 4.26 TB/s. It runs about 105
-instructions, of which an H200 issues 128 a clock on each of 132 multiprocessors, 3.4 ps at 1.85 GHz: it is bound by them, hence one
-hash an element, no NaN handling (a non-finite value cancels the step) and one division. Three things keep the bits those of the
-reference: no contraction to fused multiply-add (`enable_fp_fusion=False`), `div_rn` and `sqrt_rn`, and arithmetic on the bits of a
-float where a rounding or a power of two is meant.
+Per element of O2 the pass moves 11 B (codes of p, m and √v both ways, the gradient once): 2.6 ps at 4.26 TB/s. It runs 70
+instructions, of which an H200 issues 128 a clock on each of 132 multiprocessors, 2.4 ps at 1.75 GHz. Both together only fit if nothing
+waits: there is no branch in the loop, a program is one warp and so has no barrier, and 25 of them share a multiprocessor, so that some run while
+others wait for memory. Hence one hash an element, no NaN handling (a non-finite value cancels the step), root and reciprocal of normal numbers
+(`numerics.sqrt_normal`), and codes rounded as the bits of a float (`numerics.codes_stochastic`). `enable_fp_fusion=False` keeps the bits
+those of the reference.
 
 One launch updates the whole tiles of many parameters (`octavo.kernels.cuda.tables`), and another the tails of those that have one: only
 these need masks, and so loads that are not vectors. A program keeps the maxima of its chunk and issues one atomic for each. A maximum
@@ -21,14 +22,26 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
+from octavo.kernels.cuda.adamw_tiles import (
+    load_tile,
+    random_words,
+    round_codes,
+    scale_blocks,
+    store_maximum,
+    store_tile,
+    unscale_blocks,
+)
 from octavo.kernels.cuda.launch import on_device
-from octavo.kernels.cuda.numerics import GOLDEN, merge_e4m11, mix, random_bits, round_finite_stochastic, rounded_to
-from octavo.kernels.cuda.tables import CHUNK, TRITON_DTYPES, aligned, chunk_table, pointer, tail_table, upload
-from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_DENOMINATOR, Operands, Scalars, UpdateFormats
+from octavo.kernels.cuda.numerics import merge_e4m11, reciprocal_normal, sqrt_normal
+from octavo.kernels.cuda.tables import TRITON_DTYPES, aligned, chunk_table, pointer, tail_table, upload
+from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_SQUARE, Operands, Scalars, UpdateFormats
 
-TILE = 1024
-"""Elements per tile, or one block of scales if that is longer."""
-SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_DENOMINATOR)
+TILE = 256
+"""Elements per tile, or one block of scales if that is longer: 8 a thread, and one warp, which never waits for another."""
+CHUNK = 64 * TILE
+"""Elements of a program."""
+SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SQUARE)
+FIRST: tl.constexpr = tl.constexpr(MULTIPLIERS[0])
 SECOND: tl.constexpr = tl.constexpr(MULTIPLIERS[1])
 THIRD: tl.constexpr = tl.constexpr(MULTIPLIERS[2])
 WIDTH: tl.constexpr = tl.constexpr(9)
@@ -40,6 +53,7 @@ def adamw(
 ) -> None:
     """See `octavo.kernels.reference.adamw.adamw`."""
     tile = max(TILE, formats.exp_avg_block or 0, formats.exp_avg_sq_block or 0)
+    chunk = max(CHUNK, tile)
     alike: dict[tuple, list[int]] = {}
     for row, one in enumerate(operands):
         wide = one.offset + one.param.numel() > 2**32
@@ -52,7 +66,8 @@ def adamw(
         table = upload([[*row, n, one.offset] for row, n, one in zip(pointers, numels, tensors, strict=True)], device)
         numbers = None if len(rows) == len(operands) else upload(rows, device)
         own = (scalars, keys, amaxes) if numbers is None else (scalars[numbers], keys[numbers], amaxes[numbers])
-        for masked, chunks in enumerate((chunk_table(numels, tile, device), tail_table(numels, tile, device))):
+        tables = chunk_table(numels, tile, device, chunk), tail_table(numels, tile, device)
+        for masked, chunks in enumerate(tables):
             if len(chunks) == 0:
                 continue
             with on_device(table):
@@ -74,15 +89,16 @@ def adamw(
                     formats.exp_avg_block,
                     formats.exp_avg_sq_block,
                     formats.sqrt_exp_avg_sq,
+                    formats.in_codes,
                     formats.stochastic,
                     formats.decoupled,
                     wide,
                     all_aligned,
                     len(Scalars._fields),
                     tile,
-                    tile if masked else CHUNK,
+                    tile if masked else chunk,
                     bool(masked),
-                    num_warps=4,
+                    num_warps=max(1, tile // TILE),
                     enable_fp_fusion=False,
                 )
         if numbers is not None:
@@ -118,6 +134,7 @@ def _adamw(
     M_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
     SQRT: tl.constexpr,
+    IN_CODES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DECOUPLED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -145,23 +162,18 @@ def _adamw(
     scalars_ptr += tensor * SCALARS
     amaxes_ptr += tensor * 3
     # In the order of Scalars.
-    lr = tl.load(scalars_ptr)
-    beta1 = tl.load(scalars_ptr + 1)
-    one_minus_beta1 = tl.load(scalars_ptr + 2)
-    beta2 = tl.load(scalars_ptr + 3)
-    one_minus_beta2 = tl.load(scalars_ptr + 4)
-    eps = tl.load(scalars_ptr + 5)
-    weight_decay = tl.load(scalars_ptr + 6)
-    unbias1 = tl.load(scalars_ptr + 7)
-    sqrt_unbias2 = tl.load(scalars_ptr + 8)
-    ratio_bound = tl.load(scalars_ptr + 9)
-    grad_factor = tl.load(scalars_ptr + 10)
-    param_factor = tl.load(scalars_ptr + 11)
-    param_scale = tl.load(scalars_ptr + 12)
-    exp_avg_factor = tl.load(scalars_ptr + 13)
-    exp_avg_scale = tl.load(scalars_ptr + 14)
-    exp_avg_sq_factor = tl.load(scalars_ptr + 15)
-    exp_avg_sq_scale = tl.load(scalars_ptr + 16)
+    grad_decay = tl.load(scalars_ptr)
+    exp_avg_decay = tl.load(scalars_ptr + 1)
+    exp_avg_gain = tl.load(scalars_ptr + 2)
+    exp_avg_scale = tl.load(scalars_ptr + 3)
+    exp_avg_sq_decay = tl.load(scalars_ptr + 4)
+    exp_avg_sq_gain = tl.load(scalars_ptr + 5)
+    root_factor = tl.load(scalars_ptr + 6)
+    eps = tl.load(scalars_ptr + 7)
+    ratio_bound = tl.load(scalars_ptr + 8)
+    param_decay = tl.load(scalars_ptr + 9)
+    param_rescale = tl.load(scalars_ptr + 10)
+    minus_rate = tl.load(scalars_ptr + 11)
 
     param_amax = tl.zeros([TILE], tl.float32)
     exp_avg_amax = tl.zeros([TILE], tl.float32)
@@ -173,135 +185,83 @@ def _adamw(
         index = start + tl.arange(0, TILE)
         mask = index < numel
 
-        p = _load(param_ptr + index, mask, MASKED).to(tl.float32) * param_factor
+        p = load_tile(param_ptr + index, mask, MASKED).to(tl.float32)
         if RESIDUAL:
-            g = merge_e4m11(_load(grad_ptr + index, mask, MASKED), _load(residual_ptr + index, mask, MASKED))
+            g = merge_e4m11(load_tile(grad_ptr + index, mask, MASKED), load_tile(residual_ptr + index, mask, MASKED))
         else:
-            g = _load(grad_ptr + index, mask, MASKED).to(tl.float32)
-        g = g * grad_factor
+            g = load_tile(grad_ptr + index, mask, MASKED).to(tl.float32)
         if not DECOUPLED:
-            g = g + weight_decay * p
-        m = _load(exp_avg_ptr + index, mask, MASKED).to(tl.float32)
+            g = g + grad_decay * p
+        m = load_tile(exp_avg_ptr + index, mask, MASKED).to(tl.float32)
         if M_BLOCK is None:
-            m = m * exp_avg_factor
+            m = exp_avg_decay * m
         else:
-            m = _unscale_blocks(m, exp_avg_scales_ptr, start, numel, M_BLOCK, TILE)
-        m = beta1 * m + one_minus_beta1 * g
-        v = _load(exp_avg_sq_ptr + index, mask, MASKED).to(tl.float32)
-        if V_BLOCK is None:
-            v = v * exp_avg_sq_factor
-        else:
-            v = _unscale_blocks(v, exp_avg_sq_scales_ptr, start, numel, V_BLOCK, TILE)
+            m = unscale_blocks(m, exp_avg_decay, exp_avg_scales_ptr, start, numel, M_BLOCK, TILE)
+        m = m + exp_avg_gain * g
+        u = load_tile(exp_avg_sq_ptr + index, mask, MASKED).to(tl.float32)
+        if V_BLOCK is not None:
+            u = unscale_blocks(u, 1.0, exp_avg_sq_scales_ptr, start, numel, V_BLOCK, TILE)
         if SQRT:
-            v = v * v
-        v = beta2 * v + one_minus_beta2 * (g * g)
-        root = tl.sqrt_rn(v)
-        ratio = tl.div_rn(m * unbias1, tl.maximum(root * sqrt_unbias2 + eps, SMALLEST))
+            u = u * u
+        g = exp_avg_sq_gain * g
+        u = exp_avg_sq_decay * u + g * g
+        if IN_CODES:
+            root = sqrt_normal(tl.maximum(u, SMALLEST))
+        else:
+            root = tl.sqrt_rn(u)
+        ratio = m * reciprocal_normal(root * root_factor + eps)
         ratio = tl.maximum(tl.minimum(ratio, ratio_bound), -ratio_bound)
         if DECOUPLED:
-            ratio = ratio + weight_decay * p
-        p = p - (lr * ratio + 0.0)  # an update of -0 would change p = -0
+            ratio = ratio + param_decay * p
+        p = param_rescale * p + minus_rate * ratio
 
         word = tl.arange(0, TILE)
         if STOCHASTIC:
-            word = _random_words(key, offset + start, TILE, WIDE)
-        p = tl.maximum(tl.minimum(p * param_scale, P_MAX), -P_MAX)
-        p, codes = _round(p, word, param_ptr.dtype.element_ty, P_MANTISSA, P_EXPONENT, STOCHASTIC)
-        _store(param_ptr + index, codes, mask, MASKED)
-        param_amax = tl.maximum(param_amax, tl.abs(p))
-
-        if M_BLOCK is None:
-            m = tl.maximum(tl.minimum(m * exp_avg_scale, M_MAX), -M_MAX)
-        else:
-            m = _scale_blocks(m, exp_avg_scales_ptr, start, numel, M_MAX, M_BLOCK, TILE)
-        m, codes = _round(m, word * SECOND, exp_avg_ptr.dtype.element_ty, M_MANTISSA, M_EXPONENT, STOCHASTIC)
-        _store(exp_avg_ptr + index, codes, mask, MASKED)
-        if M_BLOCK is None:
-            exp_avg_amax = tl.maximum(exp_avg_amax, tl.abs(m))
-
-        second = root if SQRT else v
-        if V_BLOCK is None:
-            second = tl.minimum(second * exp_avg_sq_scale, V_MAX)
-        else:
-            second = _scale_blocks(second, exp_avg_sq_scales_ptr, start, numel, V_MAX, V_BLOCK, TILE)
-        second, codes = _round(
-            second, word * THIRD, exp_avg_sq_ptr.dtype.element_ty, V_MANTISSA, V_EXPONENT, STOCHASTIC, False
+            word = random_words(key, offset + start, TILE, WIDE)
+        codes, magnitude = round_codes(
+            p, word * FIRST, param_ptr.dtype.element_ty, P_MAX, P_MANTISSA, P_EXPONENT, STOCHASTIC
         )
-        _store(exp_avg_sq_ptr + index, codes, mask, MASKED)
+        store_tile(param_ptr + index, codes, mask, MASKED)
+        param_amax = tl.maximum(param_amax, magnitude)
+
+        if M_BLOCK is None:
+            m = m * exp_avg_scale
+        else:
+            m = scale_blocks(m, exp_avg_scales_ptr, start, numel, M_MAX, M_BLOCK, TILE)
+        codes, magnitude = round_codes(
+            m,
+            word * SECOND,
+            exp_avg_ptr.dtype.element_ty,
+            M_MAX,
+            M_MANTISSA,
+            M_EXPONENT,
+            STOCHASTIC,
+            BOUNDED=M_BLOCK is not None,
+        )
+        store_tile(exp_avg_ptr + index, codes, mask, MASKED)
+        if M_BLOCK is None:
+            exp_avg_amax = tl.maximum(exp_avg_amax, magnitude)
+
+        second = root if SQRT else u
+        if V_BLOCK is not None:
+            second = scale_blocks(second, exp_avg_sq_scales_ptr, start, numel, V_MAX, V_BLOCK, TILE)
+        codes, magnitude = round_codes(
+            second,
+            word * THIRD,
+            exp_avg_sq_ptr.dtype.element_ty,
+            V_MAX,
+            V_MANTISSA,
+            V_EXPONENT,
+            STOCHASTIC,
+            SIGNED=False,
+            BOUNDED=True,
+        )
+        store_tile(exp_avg_sq_ptr + index, codes, mask, MASKED)
         if V_BLOCK is None:
-            exp_avg_sq_amax = tl.maximum(exp_avg_sq_amax, second)
+            exp_avg_sq_amax = tl.maximum(exp_avg_sq_amax, magnitude)
 
-    tl.atomic_max(amaxes_ptr, tl.max(param_amax, 0).to(tl.int32, bitcast=True))
+    store_maximum(amaxes_ptr, param_amax, P_MANTISSA, P_EXPONENT, STOCHASTIC)
     if M_BLOCK is None:
-        tl.atomic_max(amaxes_ptr + 1, tl.max(exp_avg_amax, 0).to(tl.int32, bitcast=True))
+        store_maximum(amaxes_ptr + 1, exp_avg_amax, M_MANTISSA, M_EXPONENT, STOCHASTIC)
     if V_BLOCK is None:
-        tl.atomic_max(amaxes_ptr + 2, tl.max(exp_avg_sq_amax, 0).to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def _load(pointer, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer, mask, other=0.0)
-    return tl.load(pointer)
-
-
-@triton.jit
-def _store(pointer, value, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointer, value, mask)
-    else:
-        tl.store(pointer, value)
-
-
-@triton.jit
-def _random_words(key, first, TILE: tl.constexpr, WIDE: tl.constexpr):
-    """`numerics.random_bits` of the elements `first` (int64) ... `first` + TILE - 1; WIDE if any of them reaches 2^32."""
-    lane = tl.arange(0, TILE)
-    if WIDE:
-        return random_bits(first + lane, key)
-    return mix(lane.to(tl.uint32) * GOLDEN + (first.to(tl.uint32) * GOLDEN + key.to(tl.uint32)))
-
-
-@triton.jit
-def _unscale_blocks(x, scales_ptr, start, numel, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """x / scale, [TILE], with one power-of-two scale for each BLOCK elements."""
-    ROWS: tl.constexpr = TILE // BLOCK
-    row = start // BLOCK + tl.arange(0, ROWS)
-    scales = tl.load(scales_ptr + row, row < tl.cdiv(numel, BLOCK), other=1.0)
-    factors = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scales)
-    return tl.reshape(tl.reshape(x, [ROWS, BLOCK]) * factors[:, None], [TILE])
-
-
-@triton.jit
-def _scale_blocks(x, scales_ptr, start, numel, MAX: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """x * scale, [TILE], with new scales from the maximum of each BLOCK elements, which are stored."""
-    ROWS: tl.constexpr = TILE // BLOCK
-    x = tl.reshape(x, [ROWS, BLOCK])
-    amax = tl.max(tl.abs(x), 1)
-    # As scale_from_amax: 2^floor(log2(MAX / amax)) from exponent and mantissa fields, clamped to [2^-126, 2^126].
-    bits = amax.to(tl.int32, bitcast=True)
-    max_bits = tl.full([ROWS], MAX, tl.float32).to(tl.int32, bitcast=True)
-    exponent = (max_bits >> 23) - (bits >> 23) - tl.where((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF), 1, 0)
-    exponent = tl.where(exponent > 126, 126, tl.where(exponent < -126, -126, exponent))
-    scales = tl.where(amax > 0, ((exponent + 127) << 23).to(tl.float32, bitcast=True), 1.0)
-    row = start // BLOCK + tl.arange(0, ROWS)
-    tl.store(scales_ptr + row, scales, row < tl.cdiv(numel, BLOCK))
-    return tl.reshape(x * scales[:, None], [TILE])
-
-
-@triton.jit
-def _round(
-    y,
-    word,
-    dtype: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr = True,
-):
-    """(values as FP32, codes) of y, within the range of the format, rounded stochastically by `word` or to nearest."""
-    if STOCHASTIC and MANTISSA < 23:
-        y = round_finite_stochastic(y, word, MANTISSA, EXPONENT, SIGNED)
-        return y, rounded_to(y, dtype)
-    codes = rounded_to(y, dtype)
-    return codes.to(tl.float32), codes
+        store_maximum(amaxes_ptr + 2, exp_avg_sq_amax, V_MANTISSA, V_EXPONENT, STOCHASTIC)

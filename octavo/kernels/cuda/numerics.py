@@ -23,15 +23,21 @@ def constants(fmt: Format) -> dict[str, float | int]:
 @triton.jit
 def random_bits(index, key):
     """fmix32(index * GOLDEN + (index >> 32) * HIGH + key): uint32 words of int64 `index` and an int32 `key`."""
-    return mix(index.to(tl.uint32) * GOLDEN + (index >> 32).to(tl.uint32) * 0x7FEB352D + key.to(tl.uint32))
+    word = half_mixed(indexed(index, key)) * 0xC2B2AE35
+    return word ^ (word >> 16)
 
 
 @triton.jit
-def mix(word):
-    """fmix32 of uint32 words, see `octavo.kernels.reference.random`."""
+def indexed(index, key):
+    """index * GOLDEN + (index >> 32) * HIGH + key: uint32 words of int64 `index` and an int32 `key`."""
+    return index.to(tl.uint32) * GOLDEN + (index >> 32).to(tl.uint32) * 0x7FEB352D + key.to(tl.uint32)
+
+
+@triton.jit
+def half_mixed(word):
+    """The first half of fmix32, see `octavo.kernels.reference.random`."""
     word = (word ^ (word >> 16)) * 0x85EBCA6B
-    word = (word ^ (word >> 13)) * 0xC2B2AE35
-    return word ^ (word >> 16)
+    return word ^ (word >> 13)
 
 
 @triton.jit
@@ -91,15 +97,7 @@ def rounded_to(y, DTYPE: tl.constexpr):
 
 @triton.jit
 def round_stochastic(y, word, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """`y` (FP32, saturated) rounded to a neighbour with that many (< 23) mantissa bits, by the top bits of `word` (uint32); FP32."""
-    return tl.where(y == y, round_finite_stochastic(y, word, MANTISSA_BITS, MIN_EXPONENT), y)
-
-
-@triton.jit
-def round_finite_stochastic(
-    y, word, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, SIGNED: tl.constexpr = True
-):
-    """`round_stochastic` of a `y` that is no NaN, and not negative unless SIGNED.
+    """`y` (FP32, saturated) rounded to a neighbour with that many (< 23) mantissa bits, by the top bits of `word` (uint32); FP32.
 
     The sign takes part in the integers: adding to the magnitude below it does not change it. Subnormals of the format move to the
     binade that has their spacing, and back.
@@ -108,18 +106,72 @@ def round_finite_stochastic(
     bits = y.to(tl.uint32, bitcast=True)
     noise = word >> (32 - DROP)
     if MIN_EXPONENT <= -126:
-        return (((bits + noise) >> DROP) << DROP).to(tl.float32, bitcast=True)
-    TINY: tl.constexpr = 2.0**MIN_EXPONENT
-    if SIGNED:
+        rounded = (((bits + noise) >> DROP) << DROP).to(tl.float32, bitcast=True)
+    else:
+        TINY: tl.constexpr = 2.0**MIN_EXPONENT
         tiny = ((bits & 0x80000000) | ((MIN_EXPONENT + 127) << 23)).to(tl.float32, bitcast=True)
         shift = tl.where(tl.abs(y) < TINY, tiny, 0.0)
-    else:
-        shift = tl.where(y < TINY, TINY, 0.0)
-    moved = (y + shift).to(tl.uint32, bitcast=True) + noise
-    rounded = ((moved >> DROP) << DROP).to(tl.float32, bitcast=True) - shift
-    if SIGNED:  # of a zero
+        moved = (y + shift).to(tl.uint32, bitcast=True) + noise
+        rounded = ((moved >> DROP) << DROP).to(tl.float32, bitcast=True) - shift
+        # The sign of a zero.
         rounded = (rounded.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
-    return rounded
+    return tl.where(y == y, rounded, y)
+
+
+@triton.jit
+def codes_stochastic(magnitude, y, word, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
+    """(codes of DTYPE, a magnitude) as of `round_stochastic`, of a `magnitude` (FP32, saturated, no NaN) with the sign of `y`, if not None.
+
+    Both are FP32 times 2^(-126 - MIN_EXPONENT). This makes subnormals of the format subnormals of FP32, so that the bits of a rounded
+    magnitude are those of the code, further left, and no binade is special. What comes back has bits of noise below the code;
+    `code_maximum` takes them off a maximum.
+    """
+    DROP: tl.constexpr = 23 - MANTISSA_BITS
+    WIDTH: tl.constexpr = DTYPE.primitive_bitwidth
+    magnitude = magnitude.to(tl.uint32, bitcast=True) + (word >> (32 - DROP))
+    codes = magnitude << (32 - WIDTH - DROP)
+    if y is not None:
+        codes |= y.to(tl.uint32, bitcast=True) & 0x80000000
+    codes = (codes >> (32 - WIDTH)).to(tl.core.get_int_dtype(WIDTH, False)).to(DTYPE, bitcast=True)
+    return codes, magnitude.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_maximum(magnitude, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """The value of the largest code, from the maximum of what `codes_stochastic` returned with the codes."""
+    DROP: tl.constexpr = 23 - MANTISSA_BITS
+    bits = magnitude.to(tl.uint32, bitcast=True) >> DROP << DROP
+    return bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + MIN_EXPONENT)
+
+
+@triton.jit
+def sqrt_normal(x):
+    """The IEEE square root of `x` in [2^-100, 2^127].
+
+    One Newton step from an estimate of 22 bits, whose remainder is exact; `tl.sqrt_rn` does the same behind a branch, for any x.
+    """
+    if INTERPRETED:
+        root = tl.sqrt_rn(x)
+    else:
+        estimate = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        root = x * estimate
+        root = tl.fma(tl.fma(-root, root, x), estimate * 0.5, root)
+    return root
+
+
+@triton.jit
+def reciprocal_normal(x):
+    """1 / x in IEEE arithmetic for `x` in [2^-126, 2^126]: as `sqrt_normal`, and `tl.div_rn`."""
+    if INTERPRETED:
+        reciprocal = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    else:
+        estimate = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        reciprocal = tl.fma(tl.fma(-x, estimate, 1.0), estimate, estimate)
+    return reciprocal
 
 
 @triton.jit

@@ -38,9 +38,9 @@ def upload(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.devic
 
 
 @lru_cache(maxsize=256)
-def chunk_table(numels: tuple[int, ...], tile: int, device: torch.device) -> Tensor:
+def chunk_table(numels: tuple[int, ...], tile: int, device: torch.device, chunk: int = CHUNK) -> Tensor:
     """int32 [chunks, 2] on `device`: tensor, and number of a chunk in it, of the whole tiles of all tensors in order."""
-    counts = _counts(numels, tile)
+    counts = _counts(numels, tile, chunk)
     tensors = np.repeat(np.arange(len(numels), dtype=np.int64), counts)
     first = np.cumsum(counts) - counts
     return _pairs(tensors, np.arange(counts.sum(), dtype=np.int64) - first[tensors], device)
@@ -49,7 +49,7 @@ def chunk_table(numels: tuple[int, ...], tile: int, device: torch.device) -> Ten
 @lru_cache(maxsize=256)
 def chunk_starts(numels: tuple[int, ...], tile: int, device: torch.device) -> Tensor:
     """int32 [tensors + 1] on `device`: where the chunks of each tensor begin in `chunk_table`, and where the last ends."""
-    return torch.from_numpy(np.append(0, np.cumsum(_counts(numels, tile))).astype(np.int32)).to(device)
+    return torch.from_numpy(np.append(0, np.cumsum(_counts(numels, tile, CHUNK))).astype(np.int32)).to(device)
 
 
 @lru_cache(maxsize=256)
@@ -60,9 +60,9 @@ def tail_table(numels: tuple[int, ...], tile: int, device: torch.device) -> Tens
     return _pairs(tensors, sizes[tensors] // tile, device)
 
 
-def _counts(numels: tuple[int, ...], tile: int) -> np.ndarray:
+def _counts(numels: tuple[int, ...], tile: int, chunk: int) -> np.ndarray:
     """Chunks of the whole tiles of each tensor."""
-    return -(-(np.asarray(numels, dtype=np.int64) // tile * tile) // CHUNK)
+    return -(-(np.asarray(numels, dtype=np.int64) // tile * tile) // chunk)
 
 
 def _pairs(tensors: np.ndarray, parts: np.ndarray, device: torch.device) -> Tensor:

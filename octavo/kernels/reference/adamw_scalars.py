@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import FP32, Format
-from octavo.kernels.reference.adamw import Scalars, UpdateFormats
+from octavo.kernels.reference.adamw import Scalars, UpdateFormats, has_scale
 from octavo.kernels.reference.cast import scale_from_amax
 
 SLACK = 1 + 2**-20
@@ -61,8 +61,9 @@ def adamw_scalars(
     maximize: bool,
     residual: bool,
     formats: UpdateFormats,
-) -> tuple[Scalars, Tensor]:
-    """(`Scalars` of columns FP32 [n], ok) for the `step` (FP32 [n], from 1) that n parameters of one kind take; ok is 0-d bool.
+) -> tuple[Scalars, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """(`Scalars` of columns FP32 [n], new scales of param, exp_avg and exp_avg_sq [n], ok) for a step of n
+    parameters of one kind; `step` FP32 [n], from 1; ok is 0-d bool.
 
     scales, amaxes: FP32 [n, 3], for param, exp_avg and exp_avg_sq: the scales of the stored codes and the largest magnitudes among
     these codes. grad_scale, grad_amax: the same for the gradients, [n]; `residual` says whether those have a residual byte.
@@ -92,32 +93,35 @@ def adamw_scalars(
         second_bound = second_bound.sqrt()
 
     param_scale = _scale(param_bound, formats.param) if formats.param_scaled else one
-    factors = (1 / scales).unbind(1)
+    exp_avg_scale = _scale(first_bound, formats.exp_avg, formats.exp_avg_block)
+    exp_avg_sq_scale = _scale(second_bound, formats.exp_avg_sq, formats.exp_avg_sq_block)
+    old_param, old_first, old_second = (1 / scales).unbind(1)
+    grad_factor = (-1 if maximize else 1) / grad_scale.double()
+    second_factor, root_scale = old_second * exp_avg_sq_scale, exp_avg_sq_scale.sqrt()
+    if formats.sqrt_exp_avg_sq:
+        second_factor, root_scale = second_factor**2, exp_avg_sq_scale
+    unbias1 = 1 / (1 - beta1**t)
     columns = Scalars(
-        lr=rate,
-        beta1=one * beta1,
-        one_minus_beta1=one * (1 - beta1),
-        beta2=one * beta2,
-        one_minus_beta2=one * (1 - beta2),
-        eps=one * eps,
-        weight_decay=one * weight_decay,
-        unbias1=1 / (1 - beta1**t),
-        sqrt_unbias2=(1 - beta2**t).rsqrt(),
+        grad_decay=weight_decay * old_param / grad_factor,
+        exp_avg_decay=beta1 * old_first,
+        exp_avg_gain=(1 - beta1) * grad_factor,
+        exp_avg_scale=exp_avg_scale,
+        exp_avg_sq_decay=beta2 * second_factor,
+        exp_avg_sq_gain=math.sqrt(1 - beta2) * root_scale * grad_factor,
+        root_factor=(1 - beta2**t).rsqrt() / (unbias1 * root_scale),
+        eps=(eps / unbias1).clamp(min=FP32.tiny),
         ratio_bound=ratio if formats.clamp_ratio else one * torch.inf,
-        grad_factor=(-1 if maximize else 1) / grad_scale.double(),
-        param_factor=factors[0],
-        param_scale=param_scale,
-        exp_avg_factor=factors[1],
-        exp_avg_scale=_scale(first_bound, formats.exp_avg, formats.exp_avg_block),
-        exp_avg_sq_factor=factors[2],
-        exp_avg_sq_scale=_scale(second_bound, formats.exp_avg_sq, formats.exp_avg_sq_block),
+        param_decay=weight_decay * old_param,
+        param_rescale=old_param * param_scale,
+        minus_rate=-rate * param_scale,
     )
-    return Scalars(*(column.float() for column in columns)), ok
-
-
-def has_scale(fmt: Format, block: int | None = None) -> bool:
-    """Whether a tensor in this format carries one scale: neither blocks of them, nor a range as wide as that of FP32."""
-    return block is None and fmt.min_exponent > FP32.min_exponent
+    # Where a tensor is all zero its first scale is any, and factors of it overflow: 0 * inf would be NaN.
+    bounded = (column if column is columns.ratio_bound else column.clamp(-FP32.max, FP32.max) for column in columns)
+    return (
+        Scalars(*(column.float() for column in bounded)),
+        (param_scale.float(), exp_avg_scale.float(), exp_avg_sq_scale.float()),
+        ok,
+    )
 
 
 def _scale(bound: Tensor, fmt: Format, block: int | None = None) -> Tensor:

@@ -10,6 +10,8 @@ Words are int32 tensors whose arithmetic wraps around; constants are written as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,16 @@ MIX2 = 0xC2B2AE35 - 2**32
 
 def fmix32(word: Tensor) -> Tensor:
     """MurmurHash3's finaliser, a bijection of 32-bit words in which each input bit flips each output bit half of the time."""
+    word = _half_mixed(word).mul_(MIX2)
+    word ^= (word >> 16).bitwise_and_(0xFFFF)
+    return word
+
+
+def _half_mixed(word: Tensor) -> Tensor:
+    """The first half of `fmix32`."""
     # `>>` of a signed word copies the sign bit; the mask makes the shift a logical one.
     word = (word ^ ((word >> 16) & 0xFFFF)).mul_(MIX1)
     word ^= (word >> 13).bitwise_and_(0x7FFFF)
-    word.mul_(MIX2)
-    word ^= (word >> 16).bitwise_and_(0xFFFF)
     return word
 
 
@@ -36,12 +43,27 @@ def random_bits(key: Tensor, offset: int, numel: int, device: torch.device | str
 
     `key` is a 0-d int32 tensor on `device`; the result is int32 [numel].
     """
+    return fmix32(_indexed(key, offset, numel, device))
+
+
+def random_top_bits(
+    key: Tensor, offset: int, numel: int, device: torch.device | str, factors: Sequence[int]
+) -> list[Tensor]:
+    """Several random words of each element, int32 [numel] for each of the odd `factors`, of which the top 24 bits may be used.
+
+    `random_bits` with the second multiplier of fmix32 exchanged, and without its last step, which stirs low bits only.
+    """
+    word = _half_mixed(_indexed(key, offset, numel, device))
+    return [word * _int32(factor) for factor in factors]
+
+
+def _indexed(key: Tensor, offset: int, numel: int, device: torch.device | str) -> Tensor:
+    """i * GOLDEN + (i >> 32) * HIGH + key for i = offset ... offset + numel - 1."""
     head = 2**31 - offset % 2**31
     if numel > head:  # the high bits of the index change within
-        parts = (random_bits(key, offset, head, device), random_bits(key, offset + head, numel - head, device))
-        return torch.cat(parts)
+        return torch.cat((_indexed(key, offset, head, device), _indexed(key, offset + head, numel - head, device)))
     first = _int32(offset * GOLDEN + (offset >> 32) * HIGH)
-    return fmix32(torch.arange(numel, dtype=torch.int32, device=device).mul_(GOLDEN).add_(key + first))
+    return torch.arange(numel, dtype=torch.int32, device=device).mul_(GOLDEN).add_(key + first)
 
 
 def make_key(seed: int, step: Tensor | int, stream: Tensor | int, device: torch.device | str) -> Tensor:
