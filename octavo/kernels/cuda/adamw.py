@@ -1,11 +1,11 @@
 """AdamW in one pass, Triton: the twin of `octavo.kernels.reference.adamw`, equal to it bit for bit.
 
 Per element of O2 the pass moves 11 B (codes of p, m and √v both ways, the gradient once): 2.6 ps at 4.26 TB/s. It runs 70
-instructions, of which an H200 issues 128 a clock on each of 132 multiprocessors, 2.4 ps at 1.75 GHz. Both together only fit if nothing
-waits: there is no branch in the loop, a program is one warp and so has no barrier, and 25 of them share a multiprocessor, so that some run while
-others wait for memory. Hence one hash an element, no NaN handling (a non-finite value cancels the step), root and reciprocal of normal numbers
-(`numerics.sqrt_normal`), and codes rounded as the bits of a float (`numerics.codes_stochastic`). `enable_fp_fusion=False` keeps the bits
-those of the reference.
+instructions, of which an H200 issues 128 a clock on each of 132 multiprocessors: 2.4 ps at 1.75 GHz. Both together only fit if nothing
+waits: there is no branch in the loop, and a program is one warp and so has no barrier; 25 of them share a multiprocessor, and some
+run while others wait for memory. Hence one hash an element, no NaN handling (a non-finite value cancels the step), root and reciprocal
+of normal numbers (`numerics.sqrt_normal`), and codes rounded as the bits of a float (`numerics.codes_stochastic`).
+`enable_fp_fusion=False` keeps the bits those of the reference.
 
 One launch updates the whole tiles of many parameters (`octavo.kernels.cuda.tables`), and another the tails of those that have one: only
 these need masks, and so loads that are not vectors. A program keeps the maxima of its chunk and issues one atomic for each. A maximum
