@@ -89,7 +89,8 @@ def test_what_does_not_fit_is_left_out(monkeypatch, tmp_path, capsys, seed):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["linear"], "--break-even runs alone"), ([], "there is no folder")]
+    ("arguments", "message"),
+    [(["linear"], "--break-even runs alone"), (["--set", "recipe=bf16"], "recipe=bf16"), ([], "there is no folder")],
 )
 def test_what_cannot_be_is_said_before_anything_runs(arguments, message, tmp_path, capsys):
     path = tmp_path / ("table.csv" if arguments else "none/table.csv")

@@ -29,8 +29,10 @@ def run_break_even(run: Run, path: Path) -> list[Row]:
     """Measure, say, and write the table to `path`, which is whole after each shape. Returns a row for each time.
 
     A shape that does not fit into memory, or whose result is wrong, is not in the table. Raises `ValueError`, before anything is
-    measured, if `path` has no folder.
+    measured, if `path` has no folder or the recipe no FP8.
     """
+    if not run.recipe.converts:
+        raise ValueError(f"--break-even compares FP8 with BF16, and recipe={run.recipe.name} is BF16: use O1 or O2")
     if not path.parent.is_dir():
         raise ValueError(f"--break-even={path}: there is no folder {path.parent}")
     rows: list[Row] = []

@@ -125,7 +125,10 @@ def _interpolate(at: float, points: dict[float, float]) -> float:
 
 @functools.lru_cache
 def read_tables(path: Path) -> dict[str, Table]:
-    """The tables of a CSV file by compute capability; other columns are its conditions. Raises `ValueError` for a file that is none."""
+    """The tables of a CSV file by compute capability; other columns are its conditions. A process reads a file once.
+
+    Raises `ValueError` for a file that is no table.
+    """
     names = {one.name: one.type for one in fields(Measurement)}
     found: dict[str, list[Measurement]] = {}
     with path.open(newline="") as file:
