@@ -211,10 +211,10 @@ def test_operators(kind, seed):
     da, h = inputs(kind, (17, 22), torch.bfloat16)
     torch.library.opcheck(op.activation_amax, (h, kind), test_utils=checks)
     torch.library.opcheck(op.activation_backward_amax, (da, h, kind), test_utils=checks)
-    for row, col, count in ((True, True, False), (True, False, True), (False, True, False)):
+    for row, col, amax, count in ((True, True, True, False), (True, False, False, True), (False, True, False, False)):
         args = (ONE, E4M3.dtype, row, col)
-        torch.library.opcheck(op.activation_cast, (h, kind, *args, count), test_utils=checks)
-        torch.library.opcheck(op.activation_backward_cast, (da, h, kind, *args, row, count), test_utils=checks)
+        torch.library.opcheck(op.activation_cast, (h, kind, *args, amax, count), test_utils=checks)
+        torch.library.opcheck(op.activation_backward_cast, (da, h, kind, *args, row, amax, count), test_utils=checks)
 
     def steps(da, h):
         amax = kernels.activation_amax(h, kind)

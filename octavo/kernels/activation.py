@@ -33,21 +33,22 @@ def activation_cast(
     *,
     row: bool = True,
     col: bool = True,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(codes [Mp, Fp], codes_t [Fp, Mp], amax) of a = act(h), rounded to the dtype of h, in one pass over h.
 
-    The codes are those of `cast_transpose(a, scale, dtype, ...)`, with zero codes in the padding; an operand that is not wanted is None.
+    The codes are those of `cast_transpose(a, scale, dtype, ...)`, with zero codes in the padding; what is not wanted is None.
     `scale` is FP32, 0-d; `stats` as in `cast`. Raises `ValueError` as `activation_amax`, and for another shape of `scale`.
     """
     _check(h, kind, scale=scale)
     h = h.detach()
     if is_compiling():
-        codes, codes_t, amax, counts = ops.activation_cast(h, kind, scale, dtype, row, col, stats is not None)
+        codes, codes_t, maximum, counts = ops.activation_cast(h, kind, scale, dtype, row, col, amax, stats is not None)
         if stats is not None:
             stats += counts
-        return codes if row else None, codes_t if col else None, amax
-    return backend(h).activation_cast(h, kind, scale, dtype, row=row, col=col, stats=stats)
+        return codes if row else None, codes_t if col else None, maximum if amax else None
+    return backend(h).activation_cast(h, kind, scale, dtype, row=row, col=col, amax=amax, stats=stats)
 
 
 def activation_backward_amax(da: Tensor, h: Tensor, kind: str) -> Tensor:
@@ -72,8 +73,9 @@ def activation_backward_cast(
     row: bool = True,
     col: bool = True,
     bias_sum: bool = False,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(codes, codes_t, amax, column_sum) of the gradient dh for h, rounded to the dtype of h, in one pass over da and h.
 
     `column_sum`, if `bias_sum` asks for it, is that of dh before the cast, FP32 [F or 2·F]: the gradient of the bias that went into h. It
@@ -82,14 +84,15 @@ def activation_backward_cast(
     _check(h, kind, da, scale)
     da, h = da.detach(), h.detach()
     if is_compiling():
-        codes, codes_t, amax, column_sum, counts = ops.activation_backward_cast(
-            da, h, kind, scale, dtype, row, col, bias_sum, stats is not None
+        codes, codes_t, maximum, column_sum, counts = ops.activation_backward_cast(
+            da, h, kind, scale, dtype, row, col, bias_sum, amax, stats is not None
         )
         if stats is not None:
             stats += counts
-        return codes if row else None, codes_t if col else None, amax, column_sum if bias_sum else None
+        operands = codes if row else None, codes_t if col else None
+        return *operands, maximum if amax else None, column_sum if bias_sum else None
     return backend(h).activation_backward_cast(
-        da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, stats=stats
+        da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, amax=amax, stats=stats
     )
 
 

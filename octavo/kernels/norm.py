@@ -70,11 +70,13 @@ def norm_cast(
     *,
     row: bool = True,
     col: bool = True,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`cast_transpose_amax` of the norm y of x [M, K] with the statistics mean and rstd: (codes [Mp, Kp], codes_t [Kp, Mp], amax of y).
 
-    One pass over x. Given the same statistics, every device gives the same bits. `scale` is FP32, 0-d.
+    What is not wanted (`row`, `col`, `amax`) is None. One pass over x. Given the same statistics, every device gives the same bits.
+    `scale` is FP32, 0-d.
     Raises `ValueError` for shapes that do not match, or a bias of RMSNorm.
     """
     _check(x, weight, bias, mean is not None, mean, rstd)
@@ -83,11 +85,13 @@ def norm_cast(
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     if is_compiling():
         counted = stats is not None
-        codes, codes_t, counts, amax = ops_norm.norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, counted)
+        codes, codes_t, counts, maximum = ops_norm.norm_cast(
+            x, weight, bias, mean, rstd, scale, dtype, row, col, amax, counted
+        )
         if stats is not None:
             stats += counts
-        return codes if row else None, codes_t if col else None, amax
-    return backend(x).norm_cast(x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, stats=stats)
+        return codes if row else None, codes_t if col else None, maximum if amax else None
+    return backend(x).norm_cast(x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, amax=amax, stats=stats)
 
 
 def norm_backward(

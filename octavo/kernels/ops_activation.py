@@ -27,21 +27,22 @@ def _(h, kind):
 @torch.library.custom_op(
     "octavo::activation_cast",
     mutates_args=(),
-    schema="(Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool count)"
+    schema="(Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool amax, bool count)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def activation_cast(h, kind, scale, dtype, row, col, count):
+def activation_cast(h, kind, scale, dtype, row, col, amax, count):
     stats = new_stats(h, count)
-    codes, codes_t, amax = backend(h).activation_cast(
-        h, kind, scale, dtype, row=row, col=col, stats=stats if count else None
+    codes, codes_t, maximum = backend(h).activation_cast(
+        h, kind, scale, dtype, row=row, col=col, amax=amax, stats=stats if count else None
     )
-    return or_empty(codes, h, dtype), or_empty(codes_t, h, dtype), amax, stats
+    return or_empty(codes, h, dtype), or_empty(codes_t, h, dtype), or_empty(maximum, h, torch.float32), stats
 
 
 @activation_cast.register_fake
-def _(h, kind, scale, dtype, row, col, count):
+def _(h, kind, scale, dtype, row, col, amax, count):
     columns = h.shape[1] // 2 if GATED[kind] else h.shape[1]
-    return *_fake_operands(h, columns, dtype, row, col), h.new_empty((), dtype=torch.float32), new_stats(h, count)
+    maximum = h.new_empty(() if amax else 0, dtype=torch.float32)
+    return *_fake_operands(h, columns, dtype, row, col), maximum, new_stats(h, count)
 
 
 @torch.library.custom_op(
@@ -59,28 +60,29 @@ def _(da, h, kind):
 @torch.library.custom_op(
     "octavo::activation_backward_cast",
     mutates_args=(),
-    schema="(Tensor da, Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool bias_sum, bool count)"
+    schema="(Tensor da, Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool bias_sum,"
+    " bool amax, bool count)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, count):
+def activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, amax, count):
     stats = new_stats(h, count)
-    codes, codes_t, amax, column_sum = backend(h).activation_backward_cast(
-        da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, stats=stats if count else None
+    codes, codes_t, maximum, column_sum = backend(h).activation_backward_cast(
+        da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, amax=amax, stats=stats if count else None
     )
     return (
         or_empty(codes, h, dtype),
         or_empty(codes_t, h, dtype),
-        amax,
+        or_empty(maximum, h, torch.float32),
         or_empty(column_sum, h, torch.float32),
         stats,
     )
 
 
 @activation_backward_cast.register_fake
-def _(da, h, kind, scale, dtype, row, col, bias_sum, count):
+def _(da, h, kind, scale, dtype, row, col, bias_sum, amax, count):
     return (
         *_fake_operands(h, h.shape[1], dtype, row, col),
-        h.new_empty((), dtype=torch.float32),
+        h.new_empty(() if amax else 0, dtype=torch.float32),
         h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32),
         new_stats(h, count),
     )

@@ -28,24 +28,24 @@ def _(x, weight, bias, eps, centered):
     "octavo::norm_cast",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor scale, ScalarType dtype, bool row, bool col,"
-    " bool count) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool amax, bool count) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
+def norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
     stats = new_stats(x, count)
-    codes, codes_t, amax = backend(x).norm_cast(
-        x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, stats=stats if count else None
+    codes, codes_t, maximum = backend(x).norm_cast(
+        x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, amax=amax, stats=stats if count else None
     )
-    return or_empty(codes, x, dtype), or_empty(codes_t, x, dtype), stats, amax
+    return or_empty(codes, x, dtype), or_empty(codes_t, x, dtype), stats, or_empty(maximum, x, torch.float32)
 
 
 @norm_cast.register_fake
-def _(x, weight, bias, mean, rstd, scale, dtype, row, col, count):
+def _(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
     m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),
         x.new_empty((k, m) if col else 0, dtype=dtype),
         new_stats(x, count),
-        x.new_empty((), dtype=torch.float32),
+        x.new_empty(() if amax else 0, dtype=torch.float32),
     )
 
 

@@ -47,19 +47,22 @@ class Past(NamedTuple):
 
 def _cast(
     amax: Callable[[], Tensor],
-    cast: Callable[[Tensor], tuple[Any, ...]],
+    cast: Callable[[Tensor, bool], tuple[Any, ...]],
     device: torch.device,
     fmt: Format,
     power_of_two: bool,
     past: Past,
 ) -> tuple[Operand, Tensor, tuple[Any, ...]]:
-    """(operand, its scale while it is cast, what `cast` gives besides): `cast(scale)` is (codes, codes_t, amax, ...)."""
+    """(operand, its scale while it is cast, what `cast` gives besides): `cast(scale, True)` is (codes, codes_t, amax, ...).
+
+    With false, that amax is None: current scaling has it from `amax()`.
+    """
     if past.scaling is None:
         maximum = amax()
         scale = kernels.scale_from_amax(maximum, fmt.max, power_of_two)
     else:
         scale = past.scaling.scale_of(amax, device, fmt.max)
-    codes, codes_t, found, *rest = cast(scale)
+    codes, codes_t, found, *rest = cast(scale, past.scaling is not None)
     if past.scaling is not None:
         maximum = found
         if past.record:
@@ -85,8 +88,8 @@ def _cast_norm(
     else:
         x, mean, rstd, amax = kernels.add_norm_stats(x, addend, weight, bias, how[0], centered=how[1])
 
-    def cast(scale: Tensor) -> tuple[Any, ...]:
-        return kernels.norm_cast(x, weight, bias, mean, rstd, scale, fmt.dtype, col=col)
+    def cast(scale: Tensor, amax: bool) -> tuple[Any, ...]:
+        return kernels.norm_cast(x, weight, bias, mean, rstd, scale, fmt.dtype, col=col, amax=amax)
 
     return _cast(lambda: amax, cast, x.device, fmt, recipe.power_of_two, past)[0], x, mean, rstd
 
@@ -167,8 +170,8 @@ class FeedForward(torch.autograd.Function):
         fmt = out.recipe.input
         assert fmt is not None
 
-        def cast(scale: Tensor) -> tuple[Any, ...]:
-            return kernels.activation_cast(h, kind, scale, fmt.dtype, col=needs[5] and not recompute)
+        def cast(scale: Tensor, amax: bool) -> tuple[Any, ...]:
+            return kernels.activation_cast(h, kind, scale, fmt.dtype, col=needs[5] and not recompute, amax=amax)
 
         amax = partial(kernels.activation_amax, h, kind)
         a, scale, _ = _cast(amax, cast, x.device, fmt, out.recipe.power_of_two, past[1])
@@ -177,8 +180,11 @@ class FeedForward(torch.autograd.Function):
         ctx.kind, ctx.shape = kind, shape
         ctx.save_for_backward(x, norm_weight, mean, rstd, n.codes_t, n.inverse, h, a.codes_t, a.inverse, scale)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, b1, b2)]
-        y = _product(a, w2, b2, out, m, any(needs)).add_(x)
-        return y if shape == y.shape else y.view(shape)
+        y = _product(a, w2, b2, out, m, any(needs))
+        if is_compiling():  # (torch 2.11 compiles a function that returns what it changed in place with zero gradients)
+            return y + x
+        y.add_(x)
+        return y if shape == y.shape else y.resize_(shape)  # (a view made here could not be written to outside)
 
     @staticmethod
     @once_differentiable
@@ -195,14 +201,15 @@ class FeedForward(torch.autograd.Function):
         dw2 = None
         if needs[5]:
             if a_codes_t is None:
-                a_codes_t = kernels.activation_cast(h, kind, a_scale, recipe.input.dtype, row=False)[1]
+                a_codes_t = kernels.activation_cast(h, kind, a_scale, recipe.input.dtype, row=False, amax=False)[1]
             dw2 = _weight_gradient(operand, a_codes_t, a_inverse, w2, out)
         release_operand(w2, needs[5])
         fmt = up.recipe.grad_output
         assert fmt is not None
 
-        def cast(scale: Tensor) -> tuple[Any, ...]:
-            return kernels.activation_backward_cast(da, h, kind, scale, fmt.dtype, col=needs[3], bias_sum=needs[4])
+        def cast(scale: Tensor, amax: bool) -> tuple[Any, ...]:
+            options = {"col": needs[3], "bias_sum": needs[4], "amax": amax}
+            return kernels.activation_backward_cast(da, h, kind, scale, fmt.dtype, **options)
 
         amax = partial(kernels.activation_backward_amax, da, h, kind)
         operand, _, (db1,) = _cast(amax, cast, x.device, fmt, up.recipe.power_of_two, Past(up.scaling, True))

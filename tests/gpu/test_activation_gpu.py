@@ -24,7 +24,7 @@ MATRICES = [(torch.bfloat16, m, k) for m in SIZES for k in SIZES] + [
     (dtype, *size) for dtype in DTYPES for size in ((17, 33), (16, 256), (1, 7), (128, 64))
 ]
 SIDES = ((True, False), (False, True))
-SEVERAL_TILES = [(256, 384), (512, 768)]
+SEVERAL_TILES = [(256, 384), (512, 768), (1024, 130)]
 LARGE = [pytest.param((m, k), marks=needs_gpu) for m, k in ((16_384, 4096), (4096, 14_336), (1000, 3000))]
 
 
@@ -128,6 +128,11 @@ def check(cuda, da: torch.Tensor, h: torch.Tensor, kind: str, scale: torch.Tenso
     assert_same_bits(cuda.activation_backward_amax(da, h, kind), amax)
     for row, col in SIDES:
         one, one_t, again, none = cuda.activation_backward_cast(da, h, kind, scale, backward, row=row, col=col)
+        other, other_t, *nothing = cuda.activation_backward_cast(
+            da, h, kind, scale, backward, row=row, col=col, amax=False
+        )
+        assert nothing == [None, None]
+        assert_same_bits(*(one, other) if row else (one_t, other_t))
         assert (one is None) != row and (one_t is None) != col and none is None
         assert_same_bits(again, amax)
         assert_same_bits(codes if one is None else one, codes)

@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
 SHAPES = [(m, k) for m in (0, 1, 2, 15, 16, 17) for k in (1, 2, 15, 16, 17, 257)] + [(257, 33)]
-SHAPES += [(256, 384), (512, 768), (100, 1000), (7, 5120), (5, 8192), (5, 8193), (3, 16_384), (2, 20_000)]
+SHAPES += [(256, 384), (512, 768), (1024, 136), (100, 1000), (7, 5120), (5, 8192), (5, 8193), (3, 16_384), (2, 20_000)]
 SHAPES += [] if INTERPRETED else [(16_384, 4096), (5000, 8192), (3000, 12_288)]
 centered_or_not = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
 
@@ -88,6 +88,9 @@ def check_cast(cuda, x, weight, bias, mean, rstd, fmt, scale: float = 40.0) -> N
         assert (codes is not None) == row and (codes_t is not None) == col
         assert_same_bits(*(codes, want[0]) if row else (codes_t, want[1]))
         assert_same_bits(amax, want[2])
+        codes, codes_t, none = cuda.norm_cast(*args, row=row, col=col, amax=False)
+        assert none is None
+        assert_same_bits(*(codes, want[0]) if row else (codes_t, want[1]))
 
 
 def check_backward(cuda, dy, x, weight, mean, rstd, residual_grad) -> None:

@@ -77,7 +77,8 @@ def test_quantize_of_extreme_magnitudes(cuda, size, power_of_two, seed):
 
 @pytest.mark.parametrize(
     "shape",
-    [(129, 1000), (256, 384), (512, 768)] + ([] if INTERPRETED else [(1000, 3000), (16_384, 4096), (768, 3072)]),
+    [(129, 1000), (256, 384), (512, 768), (1024, 136)]
+    + ([] if INTERPRETED else [(1000, 3000), (16_384, 4096), (768, 3072)]),
     ids=str,
 )
 @pytest.mark.parametrize(

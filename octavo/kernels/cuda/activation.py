@@ -27,7 +27,7 @@ from octavo.formats import Format
 from octavo.kernels import reference
 from octavo.kernels.cuda.activation_kernels import amax_kernel, cast_kernel
 from octavo.kernels.cuda.launch import Launcher
-from octavo.kernels.cuda.tiles import REPEAT, TILE_K, TILE_M, rows_of
+from octavo.kernels.cuda.tiles import REPEAT, TILE_K, TILE_M, group_of, rows_of
 from octavo.kernels.reference import ALIGN
 from octavo.kernels.reference.activation import GATED
 
@@ -35,7 +35,9 @@ AMAX_TILE_M, AMAX_TILE_K = 16, 256
 MIN_PROGRAMS, MAX_ROUNDS = 1024, 16
 
 _launch_amax = Launcher(amax_kernel, num_warps=8, enable_fp_fusion=False)
-_launch_cast = Launcher(cast_kernel, num_warps=4, enable_fp_fusion=False)
+# At 96 registers a thread five blocks run on a multiprocessor; the compiler takes a few more. A gated gradient holds twice the values.
+_launch_cast = Launcher(cast_kernel, num_warps=4, enable_fp_fusion=False, maxnreg=96)
+_launch_gated_cast = Launcher(cast_kernel, num_warps=4, enable_fp_fusion=False)
 
 
 def activation_amax(h: Tensor, kind: str) -> Tensor:
@@ -60,13 +62,13 @@ def activation_cast(
     *,
     row: bool = True,
     col: bool = True,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """See `octavo.kernels.activation_cast`."""
     if 1 in _size(h, GATED[kind]):
-        return reference.activation_cast(h, kind, scale, dtype, row=row, col=col, stats=stats)
-    codes, codes_t, amax, _ = _cast(h, None, GATED[kind], scale, dtype, row, col, False, stats)
-    return codes, codes_t, amax
+        return reference.activation_cast(h, kind, scale, dtype, row=row, col=col, amax=amax, stats=stats)
+    return _cast(h, None, GATED[kind], scale, dtype, row, col, False, amax, stats)[:3]
 
 
 def activation_backward_cast(
@@ -79,14 +81,15 @@ def activation_backward_cast(
     row: bool = True,
     col: bool = True,
     bias_sum: bool = False,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """See `octavo.kernels.activation_backward_cast`."""
     if 1 in da.shape:
         return reference.activation_backward_cast(
-            da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, stats=stats
+            da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, amax=amax, stats=stats
         )
-    return _cast(h, da, GATED[kind], scale, dtype, row, col, bias_sum, stats)
+    return _cast(h, da, GATED[kind], scale, dtype, row, col, bias_sum, amax, stats)
 
 
 def _amax(h: Tensor, da: Tensor | None, gated: bool) -> Tensor:
@@ -114,8 +117,9 @@ def _cast(
     row: bool,
     col: bool,
     bias_sum: bool,
+    amax: bool,
     stats: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     h, (m, width) = rows_of(h), _size(h, gated)
     da = None if da is None else rows_of(da)
     columns = width if da is None else h.shape[1]
@@ -124,14 +128,16 @@ def _cast(
     codes = torch.empty((m_padded, k_padded), dtype=dtype, device=h.device) if row else None
     codes_t = torch.empty((k_padded, m_padded), dtype=dtype, device=h.device) if col else None
     sums = torch.empty((tiles_m, k_padded), dtype=torch.float32, device=h.device) if bias_sum else None
-    amax = torch.zeros((), dtype=torch.float32, device=h.device)
+    maximum = torch.zeros((), dtype=torch.float32, device=h.device) if amax else None
+    bits = None if maximum is None else maximum.view(torch.int32)
     fmt = Format.of(dtype)
-    _launch_cast(
-        tiles_m * tiles_k, (h, da, scale, codes, codes_t, stats, sums, amax.view(torch.int32)),
+    launch = _launch_gated_cast if gated else _launch_cast
+    launch(
+        tiles_m * tiles_k, (h, da, scale, codes, codes_t, stats, sums, bits),
         m, width, h.stride(0), 0 if da is None else da.stride(0), m_padded, k_padded, tiles_k,
-        fmt.max, fmt.mantissa_bits, gated, m % TILE_M == 0 and width % TILE_K == 0, REPEAT, TILE_M, TILE_K,
+        fmt.max, fmt.mantissa_bits, gated, m % TILE_M == 0 and width % TILE_K == 0, group_of(tiles_m), REPEAT, TILE_M, TILE_K,
     )  # fmt: skip
-    return codes, codes_t, amax, None if sums is None else sums[:, :columns].sum(0)
+    return codes, codes_t, maximum, None if sums is None else sums[:, :columns].sum(0)
 
 
 def _size(h: Tensor, gated: bool) -> tuple[int, int]:

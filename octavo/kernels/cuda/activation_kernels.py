@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.cuda.numerics import magnitude_bits
-from octavo.kernels.cuda.tiles import flat_max, larger, load_floats, round_through, store_codes, tile_rows
+from octavo.kernels.cuda.tiles import flat_max, larger, load_floats, place_of, round_through, store_codes, tile_rows
 from octavo.kernels.reference.activation import CUBIC, SLOPE
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -58,7 +58,8 @@ def _gradients(grad, x, up, GATED: tl.constexpr):
     else:
         square = x * x
         s = _sigmoid(x * tl.fma(square, EXPONENT_CUBIC, EXPONENT))
-        dx = grad * tl.fma(x * tl.fma(-s, s, s), tl.fma(square, TWICE_U_CUBIC, TWICE_U), s)
+        # (s * -1 is a sign on the operand of an instruction; -s is 0 - s, an instruction.)
+        dx = grad * tl.fma(x * tl.fma(s * -1.0, s, s), tl.fma(square, TWICE_U_CUBIC, TWICE_U), s)
     return dx, up
 
 
@@ -147,6 +148,7 @@ def cast_kernel(
     MANTISSA_BITS: tl.constexpr,
     GATED: tl.constexpr,
     WHOLE: tl.constexpr,
+    GROUP: tl.constexpr,
     REPEAT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -157,10 +159,10 @@ def cast_kernel(
     [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8; stats [2]: int64; sums [tiles, k_padded]: FP32, of each tile; amax [1]: FP32
     bits as int32, zero before. Results that are not wanted are None. Zero codes in the padding.
     """
-    program = tl.program_id(0)
-    tile = (program // tiles_k).to(tl.int64)
+    tile, tile_k = place_of(tl.program_id(0), tiles_k, GROUP)
+    tile = tile.to(tl.int64)
     m = tile_rows(tile, REPEAT, TILE_M)
-    k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+    k = tile_k.to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     inside = (m < m_size)[:, None] & (k < width)[None, :]
     at = (m * h_stride)[:, None] + k[None, :]
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
@@ -174,13 +176,15 @@ def cast_kernel(
         grad = load_floats(da_ptr + (m * da_stride)[:, None] + k[None, :], inside, WHOLE)
         x, up = _gradients(grad, x, up, GATED)
         x = round_through(x, DTYPE)
-    largest = magnitude_bits(x)
     limit = k_padded
     if GATED and da_ptr is not None:
         up = round_through(up, DTYPE)
-        largest = larger(magnitude_bits(up), largest)
         limit = width
-    tl.atomic_max(amax_ptr, flat_max(largest))
+    if amax_ptr is not None:
+        largest = magnitude_bits(x)
+        if GATED and da_ptr is not None:
+            largest = larger(magnitude_bits(up), largest)
+        tl.atomic_max(amax_ptr, flat_max(largest))
     store_codes(
         x, inside, tile, m, k, limit, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,

@@ -33,7 +33,9 @@ from octavo.kernels.cuda.tiles import (
     TILE_K,
     TILE_M,
     flat_max,
+    group_of,
     load_floats,
+    place_of,
     round_through,
     rows_of,
     store_codes,
@@ -121,6 +123,7 @@ def _cast_kernel(
     MAX: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     WHOLE: tl.constexpr,
+    GROUP: tl.constexpr,
     REPEAT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -131,10 +134,10 @@ def _cast_kernel(
     codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8; stats [2]: int64; amax [1]: FP32 bits as int32, zero before. A mean
     or bias that is None is zero; results that are not wanted are None. Zero codes in the padding. WHOLE: it has none.
     """
-    program = tl.program_id(0)
-    tile = (program // tiles_k).to(tl.int64)
+    tile, tile_k = place_of(tl.program_id(0), tiles_k, GROUP)
+    tile = tile.to(tl.int64)
     m = tile_rows(tile, REPEAT, TILE_M)
-    k = (program % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+    k = tile_k.to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     inside = (m < m_size)[:, None] & (k < k_size)[None, :]
     y = load_floats(x_ptr + (m * stride_m)[:, None] + k[None, :], inside, WHOLE)
     if mean_ptr is not None:
@@ -149,12 +152,14 @@ def _cast_kernel(
     y = round_through(y, x_ptr.dtype.element_ty)
     if not WHOLE:
         y = tl.where(inside, y, 0.0)
-    largest = flat_max(magnitude_bits(y))  # here, not below, where it would keep y in registers
+    if amax_ptr is not None:  # (Found here, not below, where it would keep y in registers.)
+        largest = flat_max(magnitude_bits(y))
     store_codes(
         y, inside, tile, m, k, k_padded, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, None,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
     )  # fmt: skip
-    tl.atomic_max(amax_ptr, largest, sem="relaxed")
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, largest, sem="relaxed")
 
 
 _launch_cast = Launcher(_cast_kernel, num_warps=4, enable_fp_fusion=False)
@@ -229,24 +234,25 @@ def norm_cast(
     *,
     row: bool = True,
     col: bool = True,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """See `octavo.kernels.norm`."""
     if unfit(x):
-        return reference.norm_cast(x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, stats=stats)
+        return reference.norm_cast(x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, amax=amax, stats=stats)
     x, (m, k), fmt = rows_of(x), x.shape, Format.of(dtype)
     m_padded, k_padded, tiles_m, tiles_k = geometry(m, k, TILE_M, TILE_K)
     codes = x.new_empty((m_padded, k_padded), dtype=dtype) if row else None
     codes_t = x.new_empty((k_padded, m_padded), dtype=dtype) if col else None
-    amax = x.new_zeros((), dtype=torch.float32)
+    maximum = x.new_zeros((), dtype=torch.float32) if amax else None
     vectors = [None if vector is None else vector.contiguous() for vector in (weight, bias, mean, rstd)]
     _launch_cast(
         tiles_m * tiles_k,
-        (x, *vectors, scale, codes, codes_t, stats, amax.view(torch.int32)),
+        (x, *vectors, scale, codes, codes_t, stats, None if maximum is None else maximum.view(torch.int32)),
         *(m, k, x.stride(0), m_padded, k_padded, tiles_k),
-        *(fmt.max, fmt.mantissa_bits, m % TILE_M == 0 and k % TILE_K == 0, REPEAT, TILE_M, TILE_K),
+        *(fmt.max, fmt.mantissa_bits, m % TILE_M == 0 and k % TILE_K == 0, group_of(tiles_m), REPEAT, TILE_M, TILE_K),
     )
-    return codes, codes_t, amax
+    return codes, codes_t, maximum
 
 
 def unfit(x: Tensor) -> bool:

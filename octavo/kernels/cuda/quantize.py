@@ -28,10 +28,13 @@ from octavo.kernels.cuda.cast import MAX_PARTS, PROGRAMS, amax_parts, largest_pa
 from octavo.kernels.cuda.cast import TILE as FLAT_TILE
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import as_fp8, flushed_count, magnitude_bits, saturated_count
-from octavo.kernels.cuda.transpose import geometry, store_tile, tile
+from octavo.kernels.cuda.tiles import group_of, place_of
+from octavo.kernels.cuda.transpose import geometry, store_tile
 
 TILE_M, TILE_K = 64, 128
 """Tile of the cast: half of the one of `cast_transpose`, for 64 registers a thread and so four blocks on a multiprocessor."""
+GROUP = 16
+"""Rows of tiles taken together, as in `octavo.kernels.cuda.tiles`: 1 KB of a row of the transpose."""
 ROWS, COLUMNS = 8, 256
 """Tile of the column sums."""
 ROUNDS = 4
@@ -114,6 +117,7 @@ def _quantize_kernel(
     MANTISSA_BITS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -124,7 +128,9 @@ def _quantize_kernel(
     [2]: int64. Results that are not wanted are None.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    m, k = tile(program, tiles_k, TILE_M, TILE_K)
+    tile_m, tile_k = place_of(program, tiles_k, GROUP)
+    m = tile_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    k = tile_k.to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     valid = (m < m_size)[:, None] & (k < k_size)[None, :]
     x = tl.load(x_ptr + (m * k_size)[:, None] + k[None, :], mask=valid, other=0.0).to(tl.float32)
     amax = largest_part(parts_ptr, parts, PARTS)
@@ -237,7 +243,7 @@ def quantize(
         (x, parts, unit, codes, codes_t, scale, inverse, stats),
         *(m, k, m_padded, k_padded, tiles_k, count),
         *(fmt.max, fmt.mantissa_bits, power_of_two, triton.next_power_of_2(count) if count > MAX_PARTS else MAX_PARTS),
-        *(TILE_M, TILE_K),
+        *(group_of(tiles_m, GROUP), TILE_M, TILE_K),
     )
     return codes, codes_t, scale, inverse, sums
 

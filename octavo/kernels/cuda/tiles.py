@@ -8,7 +8,8 @@ spare for each byte that it moves:
 - The transpose moves words of codes through shared memory, not bytes, and codes, not what they are computed from.
 - There is no minimum or maximum of floats, because conversions to FP8 saturate on the device.
 
-Tiles of 128 × 64 and four warps: four of them on a multiprocessor are in as many phases of load, compute and store.
+Tiles of 128 × 64 and four warps: four of them on a multiprocessor are in as many phases of load, compute and store. Tiles that are
+worked on at the same time lie in `GROUP` rows: in one row of a wide matrix they would write 128 bytes here and there of the transpose.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 from octavo.kernels.cuda.numerics import INTERPRETED, as_fp8, flushed_count, saturate, saturated_count
 
 TILE_M, TILE_K = 128, 64
+GROUP = 8
+"""Rows of tiles that are taken column by column: 1 KB of a row of the transpose, and some 8 KB of each row that is read."""
 REPEAT = 4
 """Rows of a tile that a thread holds: it has 16 columns, and 128 threads have a tile."""
 
@@ -27,6 +30,18 @@ REPEAT = 4
 def rows_of(x: Tensor) -> Tensor:
     """`x` with contiguous rows, wherever they lie."""
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def group_of(tiles_m: int, group: int = GROUP) -> int:
+    """`group`, or 1 where the rows of tiles cannot be shared out."""
+    return group if tiles_m % group == 0 else 1
+
+
+@triton.jit
+def place_of(program, tiles_k, GROUP: tl.constexpr):
+    """(tile along M, tile along K) of a program: column by column in GROUP rows of tiles, then the next rows."""
+    within = program % (GROUP * tiles_k)
+    return program // (GROUP * tiles_k) * GROUP + within % GROUP, within // GROUP
 
 
 @triton.jit

@@ -21,7 +21,8 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.cast import amax, cast_transpose_amax
+from octavo.kernels.reference.cast import amax as largest
+from octavo.kernels.reference.cast import cast_transpose
 
 SLOPE = 2 * math.sqrt(2 / math.pi)
 """2·u / x at x = 0."""
@@ -33,7 +34,7 @@ GATED = {"gelu": False, "swiglu": True}
 
 def activation_amax(h: Tensor, kind: str) -> Tensor:
     """max |a|, FP32, 0-d, of a = act(h) in the dtype of h; see `octavo.kernels.activation_amax`."""
-    return amax(activate(h, kind))
+    return largest(activate(h, kind))
 
 
 def activation_cast(
@@ -44,15 +45,17 @@ def activation_cast(
     *,
     row: bool = True,
     col: bool = True,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(codes, codes_t, amax) of a = act(h) in the dtype of h; see `octavo.kernels.activation_cast`."""
-    return cast_transpose_amax(activate(h, kind), scale, dtype, row=row, col=col, stats=stats)
+    a = activate(h, kind)
+    return *cast_transpose(a, scale, dtype, row=row, col=col, stats=stats), largest(a) if amax else None
 
 
 def activation_backward_amax(da: Tensor, h: Tensor, kind: str) -> Tensor:
     """max |dh|, FP32, 0-d, of the gradient in the dtype of h; see `octavo.kernels.activation_backward_amax`."""
-    return amax(activate_backward(da, h, kind))
+    return largest(activate_backward(da, h, kind))
 
 
 def activation_backward_cast(
@@ -65,12 +68,14 @@ def activation_backward_cast(
     row: bool = True,
     col: bool = True,
     bias_sum: bool = False,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(codes, codes_t, amax, column sums FP32) of the gradient in the dtype of h; see `octavo.kernels.activation_backward_cast`."""
     dh = activate_backward(da, h, kind)
     column_sum = dh.sum(0, dtype=torch.float32) if bias_sum else None
-    return *cast_transpose_amax(dh, scale, dtype, row=row, col=col, stats=stats), column_sum
+    codes = cast_transpose(dh, scale, dtype, row=row, col=col, stats=stats)
+    return *codes, largest(dh) if amax else None, column_sum
 
 
 def activate(h: Tensor, kind: str) -> Tensor:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.cast import amax, cast_transpose
+from octavo.kernels.reference.cast import amax as largest
+from octavo.kernels.reference.cast import cast_transpose
 
 
 def norm_stats(
@@ -23,7 +24,7 @@ def norm_stats(
     centred = values if mean is None else values - mean[:, None]
     deviation = (centred.square().sum(-1) / size + eps).sqrt()
     rstd = torch.ones_like(deviation) / deviation
-    return mean, rstd, amax(normalize(x, weight, bias, mean, rstd))
+    return mean, rstd, largest(normalize(x, weight, bias, mean, rstd))
 
 
 def add_norm_stats(
@@ -45,11 +46,12 @@ def norm_cast(
     *,
     row: bool = True,
     col: bool = True,
+    amax: bool = True,
     stats: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(codes [Mp, Kp], codes_t [Kp, Mp], amax) of y, as `cast_transpose_amax` gives them."""
     y = normalize(x, weight, bias, mean, rstd)
-    return *cast_transpose(y, scale, dtype, row=row, col=col, stats=stats), amax(y)
+    return *cast_transpose(y, scale, dtype, row=row, col=col, stats=stats), largest(y) if amax else None
 
 
 def norm_backward(
@@ -70,7 +72,7 @@ def norm_backward(
     if residual_grad is not None:
         dx += residual_grad.float()
     dx = dx.to(x.dtype)
-    return dx, dweight, dbias, amax(dx)
+    return dx, dweight, dbias, largest(dx)
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
