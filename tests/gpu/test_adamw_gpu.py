@@ -1,16 +1,15 @@
 """The AdamW kernel equals its reference bit for bit, and a step neither waits for the device nor takes memory.
 
-With TRITON_INTERPRET=1 the kernel runs on CPU, to check its logic where there is no GPU; rows that round FP8 to nearest are left out
-then, for the interpreter's rounding is not the hardware's.
+With TRITON_INTERPRET=1 the kernel runs on CPU, see `interpreter`.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from interpreter import DEVICE, INTERPRETED, convert_exactly
 from oracle import assert_same_bits
 from torch import Tensor, nn
 
@@ -23,9 +22,7 @@ from octavo.optim import AdamW, clip_grad_norm_
 from octavo.recipe import RECIPES
 from octavo.tensor import cast
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRET else "cuda"
-pytestmark = [] if INTERPRET else pytest.mark.gpu
+pytestmark = [] if INTERPRETED else pytest.mark.gpu
 needs_gpu = pytest.mark.gpu
 
 O2 = UpdateFormats(FP16, E4M3, FP16, param_scaled=True, exp_avg_block=128, sqrt_exp_avg_sq=True)
@@ -41,8 +38,6 @@ ROWS = {
     "FP16": UpdateFormats(FP16, FP32, FP32),
     "FP32, small moments": replace(O2, param=FP32, param_scaled=False),
     "BF16, small moments": replace(O2, param=BF16, param_scaled=False, exp_avg_block=None, clamp_ratio=False),
-}
-NEAREST = {
     "paper": PAPER,
     "paper-2b": replace(PAPER, param=BF16),
     "paper-3": replace(PAPER, param=E4M3),
@@ -52,8 +47,6 @@ NEAREST = {
     "paper-4, plain FP32": replace(PAPER, param=FP32, param_scaled=False, exp_avg_sq=E4M3),
     "paper-4, plain BF16": replace(PAPER, param=BF16, param_scaled=False, exp_avg_sq=E4M3),
 }
-if not INTERPRET:
-    ROWS |= NEAREST
 GRADIENTS = ("FP32", "BF16", "FP16", "E4M3", "E4M11")
 FLAT = ("param", "grad", "exp_avg", "exp_avg_sq")
 SIZES = [0, 1, 7, 127, 128, 129, 1023, 128 * 33 - 1, 128 * 33 + 1]
@@ -129,6 +122,8 @@ def flat(arguments: list) -> list[Tensor]:
 def check(cases: list, formats: UpdateFormats, ok: bool = True) -> None:
     from octavo.kernels.cuda import adamw
 
+    if INTERPRETED:
+        convert_exactly()
     arguments = together(cases)
     arguments[3] &= ok
     mine, reference = on(arguments), on(arguments)

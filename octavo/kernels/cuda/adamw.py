@@ -215,7 +215,7 @@ def _adamw(
             ratio = ratio + param_decay * p
         p = param_rescale * p + minus_rate * ratio
 
-        word = tl.arange(0, TILE)
+        word = tl.arange(0, TILE).to(tl.uint32)
         if STOCHASTIC:
             word = random_words(key, offset + start, TILE, WIDE)
         codes, magnitude = round_codes(
