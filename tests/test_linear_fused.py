@@ -255,6 +255,24 @@ def test_delayed_scales_need_no_maxima_when_warm(seed, monkeypatch):
     assert "norm_stats" in names and "activation_amax" not in names
 
 
+def test_delayed_scales_record_the_maxima_that_are_known(seed, monkeypatch):
+    """Only the gradient from outside is looked at as it is cast; the maxima of all are recorded."""
+    warm = model("gpt", DELAYED, seed, fused=True)
+    looked: list[bool] = []
+    for name in ("cast_transpose", "cast_transpose_amax"):
+        function = getattr(kernels, name)
+
+        def spy(x, scale, dtype, *, _f=function, _looks=name == "cast_transpose_amax", **options):
+            if dtype == E5M2.dtype:
+                looked.append(_looks)
+            return _f(x, scale, dtype, **options)
+
+        monkeypatch.setattr(kernels, name, spy)
+    gradients(warm, batch())
+    assert looked == [True, False, False, False, False, False]
+    assert all((layer.grad_output_scaling.pending > 0).all() for layer in layers_of(warm))
+
+
 def test_evaluation_moves_no_window(seed):
     still = model("gpt", DELAYED, seed, fused=True).eval()
     with torch.no_grad():

@@ -87,7 +87,7 @@ def cast_and_sum(
     stats: Tensor | None,
 ) -> tuple[Operand, Tensor | None]:
     """`cast_operand`, and the sum of the columns of `x`, FP32 [K], if wanted."""
-    counts = None if stats is None else stats[:2]
+    counts, amax = None if stats is None else stats[:2], known_amax(x)
     if stats is not None:
         stats[2] += x.numel()
     if scaling is None:
@@ -98,14 +98,18 @@ def cast_and_sum(
             row=row,
             col=col,
             column_sum=sum_columns,
-            amax=known_amax(x),
+            amax=amax,
             unit=unit,
             return_inverse=True,
             stats=counts,
         )
         return Operand(codes, codes_t, scale, inverse), sums
-    scale = scaling.scale(x, fmt.max)
-    codes, codes_t, amax = kernels.cast_transpose_amax(x, scale, fmt.dtype, row=row, col=col, stats=counts)
+    if amax is None:
+        scale = scaling.scale(x, fmt.max)
+        codes, codes_t, amax = kernels.cast_transpose_amax(x, scale, fmt.dtype, row=row, col=col, stats=counts)
+    else:
+        scale = scaling.scale_of(lambda: amax, x.device, fmt.max)
+        codes, codes_t = kernels.cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=counts)
     if record:
         scaling.record(amax)
     operand = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, unit))
