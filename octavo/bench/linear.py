@@ -88,6 +88,7 @@ def time_layer(run: Run, row: Row, build: Callable[[], Layer], inputs: int, outp
         y = function()
         move_scales(layer)
     error = _error(y, x, weight, w, dy)
+    del y  # its graph belongs to the stream that it ran on, and could not be captured on another
     timed = captured(function) if row.mode == "graph" else function
     return dataclasses.replace(row.timed(run.time(timed)), error=error)
 
