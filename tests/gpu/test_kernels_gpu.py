@@ -256,11 +256,11 @@ def test_gemm(shape, formats, out_dtype, fast_accum, with_bias, seed):
     m, n, k = shape
     a = kernels.cast(torch.randn(m, k, device="cuda"), scalar(64.0), formats[0].dtype)
     b = kernels.cast(torch.randn(n, k, device="cuda"), scalar(64.0), formats[1].dtype)
-    sa, sb = scalar(32.0), scalar(0.7)
+    sa, sb = scalar(512.0), scalar(0.7)  # outputs about 700, for FP16 ends at 65,504
     bias = torch.randn(n, device="cuda").to(out_dtype) if with_bias else None
     out = kernels.scaled_mm_nt(a, b, sa, sb, out_dtype, fast_accum=fast_accum, bias=bias)
-    want = a.double() @ b.double().t() / (32 * float(sb)) + (bias.double() if with_bias else 0)
-    terms = (a.double().abs() @ b.double().abs().t()) / (32 * float(sb))
+    want = a.double() @ b.double().t() / float(sa * sb) + (bias.double() if with_bias else 0)
+    terms = (a.double().abs() @ b.double().abs().t()) / float(sa * sb)
     # Truncation to about 13 bits for each step of a tensor core that sums 32 products, or promoted after at most 4 of these.
     accumulation = 2.0**-12 * math.sqrt(max(k, 1) / 32) if fast_accum else 2.0**-12
     bound = 2 * torch.finfo(out_dtype).eps * want.abs() + accumulation * terms + 1e-6
