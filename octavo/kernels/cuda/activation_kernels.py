@@ -185,12 +185,13 @@ def cast_kernel(
         if GATED and da_ptr is not None:
             largest = larger(magnitude_bits(up), largest)
         tl.atomic_max(amax_ptr, flat_max(largest))
+    scale = tl.load(scale_ptr)
     store_codes(
-        x, inside, tile, m, k, limit, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
+        x, inside, tile, m, k, limit, scale, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
     )  # fmt: skip
     if GATED and da_ptr is not None:  # The second half ends in the padding.
         store_codes(
-            up, inside, tile, m, k + width, k_padded, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
+            up, inside, tile, m, k + width, k_padded, scale, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
             m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
         )  # fmt: skip

@@ -155,7 +155,7 @@ def _cast_kernel(
     if amax_ptr is not None:  # (Found here, not below, where it would keep y in registers.)
         largest = flat_max(magnitude_bits(y))
     store_codes(
-        y, inside, tile, m, k, k_padded, scale_ptr, codes_ptr, codes_t_ptr, stats_ptr, None,
+        y, inside, tile, m, k, k_padded, tl.load(scale_ptr), codes_ptr, codes_t_ptr, stats_ptr, None,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
     )  # fmt: skip
     if amax_ptr is not None:

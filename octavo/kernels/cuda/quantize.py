@@ -7,10 +7,10 @@ their transpose come from the second read: 2 + 2 bytes an element of BF16 read, 
 end of the tensor is what the first read left in the cache. Nothing here saturates by itself: a scale of its own leaves only
 infinities to saturate, and the conversion to FP8 (cvt.rn.satfinite) does that.
 
-Column sums come from the first read, which has arithmetic and registers to spare; in the second they took the cast from 64 registers
-a thread to 106, and so from four blocks on a multiprocessor to two. They are FP32 and deterministic: each program stores those of its
-rows, and a second step adds them in a fixed order, where atomics would add in any. No sum of M rows is more than M/8 + M/32 + 15
-roundings deep, and none at 16,384 x 4,096 more than 82.
+The cast has the tiles of `octavo.kernels.cuda.tiles`: 64 registers a thread, eight blocks on a multiprocessor, and 9 or 10 instructions an
+element, of the 28 for which its bytes leave time. Column sums come from the first read, which has arithmetic and registers to spare.
+They are FP32 and deterministic: each program stores those of its rows, and a second step adds them in a fixed order, where atomics
+would add in any. No sum of M rows is more than M/8 + M/32 + 15 roundings deep, and none at 16,384 x 4,096 more than 82.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from octavo.kernels.cuda.cast import MAX_PARTS, PROGRAMS, amax_parts, largest_pa
 from octavo.kernels.cuda.cast import TILE as FLAT_TILE
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import as_fp8, flushed_count, magnitude_bits, saturated_count
-from octavo.kernels.cuda.tiles import group_of, place_of
-from octavo.kernels.cuda.transpose import geometry, store_tile
+from octavo.kernels.cuda.tiles import (
+    REPEAT,
+    TILE_K,
+    TILE_M,
+    group_of,
+    load_floats,
+    place_of,
+    store_codes,
+    tile_rows,
+)
+from octavo.kernels.cuda.transpose import geometry
 
-TILE_M, TILE_K = 64, 128
-"""Tile of the cast: half of the one of `cast_transpose`, for 64 registers a thread and so four blocks on a multiprocessor."""
-GROUP = 16
-"""Rows of tiles taken together, as in `octavo.kernels.cuda.tiles`: 1 KB of a row of the transpose."""
 ROWS, COLUMNS = 8, 256
 """Tile of the column sums."""
 ROUNDS = 4
@@ -117,7 +122,9 @@ def _quantize_kernel(
     MANTISSA_BITS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     GROUP: tl.constexpr,
+    REPEAT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -125,27 +132,25 @@ def _quantize_kernel(
 
     x [m_size, k_size] contiguous: any float; parts [parts]: int32; codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8;
     scale, inverse [1]: FP32, s · unit (NaN if x has a value that is not finite) and its reciprocal; unit [1]: FP32; stats
-    [2]: int64. Results that are not wanted are None.
+    [2]: int64. Results that are not wanted are None. WHOLE: there is no padding.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile_m, tile_k = place_of(program, tiles_k, GROUP)
-    m = tile_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    tile, tile_k = place_of(program, tiles_k, GROUP)
+    tile = tile.to(tl.int64)
+    m = tile_rows(tile, REPEAT, TILE_M)
     k = tile_k.to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
-    valid = (m < m_size)[:, None] & (k < k_size)[None, :]
-    x = tl.load(x_ptr + (m * k_size)[:, None] + k[None, :], mask=valid, other=0.0).to(tl.float32)
+    inside = (m < m_size)[:, None] & (k < k_size)[None, :]
+    x = load_floats(x_ptr + (m * k_size)[:, None] + k[None, :], inside, WHOLE)
     amax = largest_part(parts_ptr, parts, PARTS)
     scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
     if program == 0:
         visible, inverse = _visible_scale(scale, amax, unit_ptr)
         tl.store(scale_ptr, visible)
         tl.store(inverse_ptr, inverse)
-    y = x * scale  # the scale is finite: zeros of the padding stay
-    if stats_ptr is not None:
-        tl.atomic_add(stats_ptr, tl.sum(tl.sum(saturated_count(y, MAX), 1), 0).to(tl.int64))
-    codes = as_fp8(y, MANTISSA_BITS)
-    if stats_ptr is not None:
-        tl.atomic_add(stats_ptr + 1, tl.sum(tl.sum(flushed_count(x, codes), 1), 0).to(tl.int64))
-    store_tile(codes.to(tl.uint8, bitcast=True), codes_ptr, codes_t_ptr, m, k, m_padded, k_padded)
+    store_codes(
+        x, inside, tile, m, k, k_padded, scale, codes_ptr, codes_t_ptr, stats_ptr, None,
+        m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -194,7 +199,7 @@ def _visible_scale_kernel(scale_ptr, amax_ptr, unit_ptr, visible_ptr, inverse_pt
 
 
 _launch_amax_sums = Launcher(_amax_sums_kernel, num_warps=8)
-_launch_quantize = Launcher(_quantize_kernel, num_warps=8)
+_launch_quantize = Launcher(_quantize_kernel, num_warps=4)
 _launch_add_rows = Launcher(_add_rows_kernel, num_warps=8)
 _launch_cast_current = Launcher(_cast_current_kernel, num_warps=8)
 _launch_visible_scale = Launcher(_visible_scale_kernel, num_warps=1)
@@ -243,7 +248,7 @@ def quantize(
         (x, parts, unit, codes, codes_t, scale, inverse, stats),
         *(m, k, m_padded, k_padded, tiles_k, count),
         *(fmt.max, fmt.mantissa_bits, power_of_two, triton.next_power_of_2(count) if count > MAX_PARTS else MAX_PARTS),
-        *(group_of(tiles_m, GROUP), TILE_M, TILE_K),
+        *(m % TILE_M == 0 and k % TILE_K == 0, group_of(tiles_m), REPEAT, TILE_M, TILE_K),
     )
     return codes, codes_t, scale, inverse, sums
 

@@ -1,7 +1,7 @@
-"""Tiles of values in registers that are written as FP8 codes, row-major and transposed: what kernels of norms and activations share.
+"""Tiles of values in registers that are written as FP8 codes, row-major and transposed: what casts of tensors, norms and activations share.
 
-Such a kernel computes in FP32 what a layer would have stored in 16 bits and cast after, so it rounds twice. It has few instructions to
-spare for each byte that it moves:
+A kernel of a norm or an activation computes in FP32 what a layer would have stored in 16 bits and cast after, so it rounds twice. All have
+few instructions to spare for each byte that they move:
 
 - BF16 is rounded two at a time: Triton converts one by one, in the unit that exponentials and roots share, an eighth as wide.
 - A matrix of whole tiles (`WHOLE`) has no masks.
@@ -102,7 +102,7 @@ def store_codes(
     m,
     k,
     limit,
-    scale_ptr,
+    scale,
     codes_ptr,
     codes_t_ptr,
     stats_ptr,
@@ -114,12 +114,15 @@ def store_codes(
     WHOLE: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """Cast and count `x` (FP32), of rows `m` and columns `k`; store its codes, transpose and column sums where `k` < `limit`."""
+    """Cast and count `x` (FP32), of rows `m` and columns `k`; store its codes, transpose and column sums where `k` < `limit`.
+
+    `scale` is FP32, a scalar.
+    """
     TILE_M: tl.constexpr = x.shape[0]
     TILE_K: tl.constexpr = x.shape[1]
     if sums_ptr is not None:
         tl.store(sums_ptr + tile * k_padded + k, tl.sum(x, 0), mask=k < limit)
-    y = x * tl.load(scale_ptr)
+    y = x * scale
     if not WHOLE:  # The padding is not multiplied: a NaN scale must not reach it.
         y = tl.where(inside, y, 0.0)
     if stats_ptr is not None:
