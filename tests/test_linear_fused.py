@@ -161,15 +161,16 @@ def test_a_maximum_is_forgotten_with_what_it_was_of(seed):
     assert known_amax(x) is None
 
 
-def test_a_second_reader_of_the_residual_stream(seed):
+@pytest.mark.parametrize("first", [False, True])
+def test_a_second_reader_of_the_residual_stream(first, seed):
     """Its gradient is added to that of the next block, which then is not what the block knew the maximum of."""
     plain, fused = (model("gpt", "O1", seed, fused=f, dtype=torch.float32) for f in (False, True))
     x, results = torch.randn(2, 31, 64), []
+    cos, sin = rotary_table(31, 16, 10_000.0, x.device)
     for one in (plain, fused):
-        cos, sin = rotary_table(31, 16, 10_000.0, x.device)
         middle = one.blocks[0](x, cos, sin)
-        loss = one.blocks[1](middle, cos, sin).square().sum() + 1e3 * middle.square().sum()
-        loss.backward()
+        readers = [lambda x: 1e3 * x.square().sum(), lambda x, _b=one.blocks[1]: _b(x, cos, sin).square().sum()]
+        sum(reader(middle) for reader in (readers if first else reversed(readers))).backward()
         results.append([one.blocks[0].get_parameter(name).grad for name in ("ffn.out.weight", "attention.qkv.weight")])
     assert all(error(got.dequantize(), want.dequantize()) < 0.02 for want, got in zip(*results, strict=True))
 
