@@ -80,7 +80,9 @@ def _compare_with_hf(mine: Results, options: argparse.Namespace) -> dict:
             same = same and all(a[metric] == b[metric] for metric in ("acc", "acc_norm") if metric in b)
             largest, count = max(largest, *gaps), count + 1
             if not same or not max(gaps) <= TOLERANCE:
-                unequal.append({"task": name, "item": a["item"], "gap": max(gaps)})
+                unequal.append(
+                    {"task": name, "item": a["item"], "gap": max(gaps), "ours": a["logprobs"], "hf": answers}
+                )
     return {"items": count, "largest_gap": largest, "unequal": unequal}
 
 

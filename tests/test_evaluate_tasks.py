@@ -159,3 +159,17 @@ def test_hellaswag_in_one_piece_differs_by_a_capital_alone(tmp_path):
     write_lines(tmp_path / "hellaswag.jsonl", [{**whole, "query": "no colon"}])
     with pytest.raises(ValueError, match="line 1: the field 'query'"):
         read_tasks(tmp_path, ["hellaswag"])
+
+
+def test_a_template_of_the_harness_is_compiled_once(tmp_path, seed):
+    from lm_eval.utils import apply_template, env
+
+    records = task_records(random.Random(seed), 2)
+    write_lines(tmp_path / "piqa.jsonl", records["piqa"])
+    (tmp_path / "scratch").mkdir()
+    for _ in range(2):
+        harness_tasks(read_tasks(tmp_path)[0], tmp_path / "scratch")
+    template = f"{seed}: {{{{goal}}}}"
+    answers = [apply_template(template, record) for record in records["piqa"]]
+    assert answers == [f"{seed}: {record['goal']}" for record in records["piqa"]]
+    assert env.from_string(template) is env.from_string(template)

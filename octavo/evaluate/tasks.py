@@ -12,6 +12,7 @@ harness cannot capitalise the first word of `ctx_b`, so those prompts differ in 
 from __future__ import annotations
 
 import difflib
+import functools
 import gzip
 import json
 import logging
@@ -239,6 +240,7 @@ def harness_tasks(tasks: Sequence[LocalTask], folder: Path) -> Any:
     import lm_eval.tasks
 
     _quiet()
+    _keep_templates()
     root = Path(lm_eval.tasks.__file__).parent
     for local in tasks:
         data = folder / f"{local.task.name}.jsonl"
@@ -265,6 +267,7 @@ def hub_tasks(tasks: Sequence[ZeroShotTask]) -> Any:
     import lm_eval.tasks
 
     _quiet()
+    _keep_templates()
     root = Path(lm_eval.tasks.__file__).parent
     folders = sorted({str((root / task.config).parent) for task in tasks})
     manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
@@ -282,3 +285,11 @@ def _quiet() -> None:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
+
+
+def _keep_templates() -> None:
+    """The harness compiles the templates of a task anew for every record, which takes longer than a small model does."""
+    from lm_eval.utils import env
+
+    if not hasattr(env.from_string, "cache_info"):
+        env.from_string = functools.lru_cache(maxsize=256)(env.from_string)
