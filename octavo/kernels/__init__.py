@@ -30,6 +30,7 @@ from octavo.kernels.norm import add_norm_stats, norm_backward, norm_cast, norm_s
 from octavo.kernels.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
 from octavo.kernels.reference.adamw import Operands
+from octavo.kernels.reference.adamw_step import Numbers, Prepared, UpdateSettings
 from octavo.kernels.reference.cast import scale_shape
 from octavo.kernels.reference.magnitudes import Values
 from octavo.kernels.reference.reduce import ROW, Gradients, Places, Unpacked
@@ -41,9 +42,12 @@ __all__ = [
     "ROW",
     "Gradients",
     "MuState",
+    "Numbers",
     "Operands",
     "Places",
+    "Prepared",
     "Unpacked",
+    "UpdateSettings",
     "Values",
     "activation_amax",
     "activation_backward_amax",
@@ -51,6 +55,8 @@ __all__ = [
     "activation_cast",
     "add_norm_stats",
     "adamw",
+    "adamw_commit",
+    "adamw_prepare",
     "adamw_scalars",
     "amax",
     "cast",
@@ -216,6 +222,16 @@ def uncast_residual(codes: Tensor, residual: Tensor, scale: Tensor, dtype: torch
 def adamw(operands: Sequence[Operands], *args, **kwargs) -> None:
     """One AdamW step of many parameters, in place: see `octavo.kernels.reference.adamw`. Not for compiled regions."""
     backend(operands[0].param).adamw(operands, *args, **kwargs)
+
+
+def adamw_prepare(numbers: Sequence[Sequence[Numbers]], settings: Sequence[UpdateSettings]) -> Prepared:
+    """All scalars of an AdamW step: see `octavo.kernels.reference.adamw_step`. Not for compiled regions."""
+    return backend(numbers[0][0].step).adamw_prepare(numbers, settings)
+
+
+def adamw_commit(numbers: Sequence[Sequence[Numbers]], prepared: Prepared, ok: Tensor) -> None:
+    """Step counts, scales and maxima after an AdamW step, in place: see `octavo.kernels.reference.adamw_step`."""
+    backend(ok).adamw_commit(numbers, prepared, ok)
 
 
 def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:

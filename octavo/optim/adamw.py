@@ -4,8 +4,8 @@ A converted parameter (a `ScaledTensor`) is its own master: there is no second c
 2 (FP16 + scale) + 1 (E4M3 gradient) + 1 (E4M3 first moment in blocks) + 2 (FP16 √v) = 6 B, where the usual mixed precision holds 16
 (Eq. 8 and 7 of FP8-LM). Every other parameter keeps FP32 moments, unless the recipe wants those of all matrices small.
 
-A step reads and writes each parameter once (`kernels.adamw`). Around these passes stand a few batched operations on 0-d tensors
-(`kernels.adamw_scalars`), so the host never waits for the device. Rounding is stochastic unless the recipe says otherwise: to
+A step reads and writes each parameter once (`kernels.adamw`). Around these passes stand two kernels on 0-d tensors
+(`octavo.optim.step`), and the host never waits for the device. Rounding is stochastic unless the recipe says otherwise: to
 nearest, every update below half a step of the format is lost, which at a fine-tuning learning rate is most of them.
 
 A step in which any gradient is not finite, or has a square that is not, changes nothing in any parameter, and is counted.
@@ -14,43 +14,17 @@ A step in which any gradient is not finite, or has a square that is not, changes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from octavo import kernels
-from octavo.kernels.reference.adamw import Operands, Scalars, UpdateFormats
-from octavo.kernels.reference.magnitudes import Values
-from octavo.linear import drop_weight_cache
+from octavo.kernels.reference.adamw import UpdateFormats
 from octavo.optim.checks import check_group, check_loadable, warn_of_lost_updates
 from octavo.optim.state import Slot, describe, gradient, initial_state, seal, unseal, update_formats
+from octavo.optim.step import Bucket, Maxima, prepare, update
 from octavo.recipe import Recipe, get_recipe
 from octavo.tensor import ScaledTensor
-
-
-@dataclass
-class _Bucket:
-    """Parameters whose scalars are computed together: of one group, device and kind."""
-
-    group: dict[str, Any]
-    formats: UpdateFormats
-    slots: list[Slot] = field(default_factory=list)
-
-
-@dataclass
-class _Plan:
-    """The scalars of a bucket's step, on its device."""
-
-    columns: Scalars
-    scales: tuple[Tensor, Tensor, Tensor]
-    """New ones of param, exp_avg and exp_avg_sq, FP32 [n]."""
-    keys: Tensor
-    maxima: Tensor
-    """FP32 [n, 3], of the codes before the step."""
-    ok: Tensor
 
 
 class AdamW(torch.optim.Optimizer):
@@ -84,8 +58,8 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         self.recipe = get_recipe(recipe)
-        self._maxima: dict[Tensor, tuple[tuple, Tensor]] = {}
-        """By parameter: FP32 [3], largest magnitudes among the codes of param, exp_avg, exp_avg_sq, with their fingerprint."""
+        self._formats: dict[tuple, UpdateFormats] = {}
+        self._maxima = Maxima()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -121,18 +95,18 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         buckets = self._buckets()
-        plans = [self._plan(bucket) for bucket in buckets]
-        if not plans:
+        if not buckets:
             return loss
-        ok = plans[0].ok
+        plans = prepare(buckets, self._maxima)
+        ok = plans[0].prepared.ok
         for plan in plans[1:]:
-            ok = ok & plan.ok.to(ok.device, non_blocking=True)
-        for bucket, plan in zip(buckets, plans, strict=True):
-            self._update(bucket, plan, ok.to(plan.ok.device, non_blocking=True))
+            ok = ok & plan.prepared.ok.to(ok.device, non_blocking=True)
+        for plan in plans:
+            update(plan, ok.to(plan.prepared.ok.device, non_blocking=True), self._maxima)
         self.skipped_steps = self.skipped_steps.to(ok.device) + ~ok
         return loss
 
-    def _buckets(self) -> list[_Bucket]:
+    def _buckets(self) -> list[Bucket]:
         """All parameters with a gradient. Every gradient is checked before anything changes."""
         offset, found = 0, []
         for number, group in enumerate(self.param_groups):
@@ -140,11 +114,11 @@ class AdamW(torch.optim.Optimizer):
                 if param.grad is not None:
                     found.append((number, param, gradient(param), offset))
                 offset += param.numel()
-        buckets: dict[tuple, _Bucket] = {}
+        buckets: dict[tuple, Bucket] = {}
         for number, param, parts, offset in found:
             formats, slot = self._slot(param, parts, offset)
-            key = (number, slot.codes.device, formats, slot.residual is not None)
-            buckets.setdefault(key, _Bucket(self.param_groups[number], formats)).slots.append(slot)
+            key = (number, slot.codes.device, id(formats), slot.residual is not None)
+            buckets.setdefault(key, Bucket(self.param_groups[number], formats)).slots.append(slot)
         return list(buckets.values())
 
     def _slot(
@@ -154,9 +128,12 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[param]
         if "step" not in state:
             state.update(initial_state(param, self.recipe))
-        formats = update_formats(param, state, self.recipe, self._decoupled)
         codes, scale = (param.codes, param.scale) if isinstance(param, ScaledTensor) else (param.detach(), None)
-        return formats, Slot(param, codes, scale, *grad, state, offset)
+        slot = Slot(param, codes, scale, *grad, state, offset)
+        formats = self._formats.get(slot.kind)
+        if formats is None:
+            formats = self._formats[slot.kind] = update_formats(param, state, self.recipe, self._decoupled)
+        return formats, slot
 
     @torch.no_grad()
     def update_parameter(self, group: dict[str, Any], param: Tensor, offset: int, ok: Tensor) -> Tensor:
@@ -165,72 +142,10 @@ class AdamW(torch.optim.Optimizer):
         Nothing changes if `ok` (0-d bool) is false or the gradient cannot be used; returns whether the parameter was updated.
         """
         formats, slot = self._slot(param, gradient(param), offset)
-        bucket = _Bucket(group, formats, [slot])
-        plan = self._plan(bucket)
-        ok = ok.to(plan.ok.device, non_blocking=True) & plan.ok
-        self._update(bucket, plan, ok)
+        (plan,) = prepare([Bucket(group, formats, [slot])], self._maxima)
+        ok = ok.to(plan.prepared.ok.device, non_blocking=True) & plan.prepared.ok
+        update(plan, ok, self._maxima)
         return ok
-
-    def _plan(self, bucket: _Bucket) -> _Plan:
-        slots, group = bucket.slots, bucket.group
-        device = slots[0].codes.device
-        one = torch.ones((), device=device)
-        step = torch.stack([slot.state["step"] for slot in slots]) + 1
-        maxima = torch.stack([self._maxima_before(slot) for slot in slots])
-        columns, scales, ok = kernels.adamw_scalars(
-            step,
-            torch.stack([scale for slot in slots for scale in slot.scales(bucket.formats, one)]).view(-1, 3),
-            maxima,
-            torch.stack([one if slot.grad_scale is None else slot.grad_scale for slot in slots]),
-            kernels.magnitudes([Values(slot.grad) for slot in slots])[0],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            residual=slots[0].residual is not None,
-            formats=bucket.formats,
-        )
-        return _Plan(columns, scales, kernels.make_key(group["seed"], step, 0, device), maxima, ok)
-
-    def _maxima_before(self, slot: Slot) -> Tensor:
-        fingerprint, maxima = self._maxima.get(slot.param, (None, None))
-        if maxima is None or fingerprint != slot.fingerprint:
-            maxima = torch.stack([kernels.amax(codes) for codes in slot.stored])
-        return maxima
-
-    def _update(self, bucket: _Bucket, plan: _Plan, ok: Tensor) -> None:
-        """Run the passes of a bucket, then store what they leave: steps, scales and maxima."""
-        slots, formats = bucket.slots, bucket.formats
-        drop_weight_cache(slot.param for slot in slots)
-        maxima = torch.zeros_like(plan.maxima)
-        operands = [
-            Operands(
-                slot.codes.contiguous().view(-1),
-                slot.grad.view(-1),
-                None if slot.residual is None else slot.residual.view(-1),
-                slot.state["exp_avg"].view(-1),
-                slot.state["exp_avg_sq"].view(-1),
-                slot.state["exp_avg_scale"] if formats.exp_avg_block else None,
-                slot.state["exp_avg_sq_scale"] if formats.exp_avg_sq_block else None,
-                slot.offset,
-            )
-            for slot in slots
-        ]
-        kernels.adamw(operands, torch.stack(plan.columns, dim=1), plan.keys, ok, maxima, formats)
-        for slot, updated in zip(slots, operands, strict=True):
-            if not slot.codes.is_contiguous():
-                slot.codes.copy_(updated.param.view(slot.codes.shape))
-        # (Adding one tensor to a list of them waits for the device.)
-        torch._foreach_add_([slot.state["step"] for slot in slots], [ok.float()] * len(slots))
-        one = torch.ones_like(ok, dtype=torch.float32)
-        scales = zip(*(slot.scales(formats, one) for slot in slots), strict=True)
-        for old, new in zip(scales, plan.scales, strict=True):
-            if old[0] is not one:
-                torch._foreach_copy_(list(old), torch.where(ok, new, torch.stack(old)).unbind())
-        for slot, row in zip(slots, torch.where(ok, maxima, plan.maxima).unbind(), strict=True):
-            increment_version((slot.param, *slot.stored))
-            self._maxima[slot.param] = (slot.fingerprint, row)
 
     def check_numerics(self) -> None:
         """Warn of every group whose learning rate is too small to move its weights: see `octavo.optim.checks`."""
@@ -282,7 +197,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._maxima = {}
+        self._formats, self._maxima = {}, Maxima()
 
 
 class Adam(AdamW):

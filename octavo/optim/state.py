@@ -24,7 +24,7 @@ PLAIN = tuple(fmt.dtype for fmt in (FP32, BF16, FP16))
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """What a step needs of one parameter, as plain tensors."""
 
@@ -44,16 +44,46 @@ class Slot:
         return self.codes, self.state["exp_avg"], self.state["exp_avg_sq"]
 
     @property
+    def kind(self) -> tuple:
+        """All that `update_formats` depends on, within one optimizer."""
+        state = self.state
+        blocked = _is_blocked(state, "exp_avg"), _is_blocked(state, "exp_avg_sq")
+        return self.scale is None, self.codes.dtype, state["exp_avg"].dtype, state["exp_avg_sq"].dtype, blocked
+
+    @property
     def fingerprint(self) -> tuple:
         """Changes when anybody but the kernel writes into one of the stored tensors, or replaces it."""
-        return tuple((tensor.data_ptr(), tensor._version) for tensor in self.stored)
-
-    def scales(self, formats: UpdateFormats, one: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The 0-d scales of the stored tensors, `one` where there is none or there are blocks."""
+        codes, first, second = self.stored
         return (
-            one if self.scale is None else self.scale,
-            one if formats.exp_avg_block else self.state.get("exp_avg_scale", one),
-            one if formats.exp_avg_sq_block else self.state.get("exp_avg_sq_scale", one),
+            (codes.data_ptr(), first.data_ptr(), second.data_ptr()),
+            (codes._version, first._version, second._version),
+        )
+
+    def numbers(self, formats: UpdateFormats, maxima: Tensor, grad_amax: Tensor) -> kernels.Numbers:
+        """The small tensors, for `kernels.adamw_prepare`."""
+        state = self.state
+        return kernels.Numbers(
+            state["step"],
+            self.scale,
+            None if formats.exp_avg_block else state.get("exp_avg_scale"),
+            None if formats.exp_avg_sq_block else state.get("exp_avg_sq_scale"),
+            maxima,
+            self.grad_scale,
+            grad_amax,
+        )
+
+    def operands(self, formats: UpdateFormats) -> kernels.Operands:
+        """The large tensors, for `kernels.adamw`."""
+        state = self.state
+        return kernels.Operands(
+            self.codes.contiguous(),
+            self.grad,
+            self.residual,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["exp_avg_scale"] if formats.exp_avg_block else None,
+            state["exp_avg_sq_scale"] if formats.exp_avg_sq_block else None,
+            self.offset,
         )
 
 
@@ -66,9 +96,9 @@ def gradient(param: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
             f"the gradient of a parameter {tuple(param.shape)} is sparse: use Embedding(..., sparse=False)"
         )
     if isinstance(grad, ScaledTensor):
-        if grad.format is E4M3 and grad.block is None:
-            residual = None if grad.residual is None else grad.residual.contiguous()
-            return grad.codes.contiguous(), grad.scale, residual
+        if grad.codes.dtype is E4M3.dtype and grad.block is None:
+            residual = grad.residual
+            return grad.codes.contiguous(), grad.scale, None if residual is None else residual.contiguous()
         grad = grad.dequantize(torch.float32)
     if grad.dtype not in PLAIN:
         raise ValueError(
@@ -118,7 +148,7 @@ def store_moments(state: dict[str, Tensor], recipe: Recipe) -> None:
 def update_formats(param: Tensor, state: dict[str, Tensor], recipe: Recipe, decoupled: bool) -> UpdateFormats:
     """The formats that parameter and state *have*: a state loaded from torch.optim.AdamW is FP32 where a new one would not be."""
     formats = {name: Format.of(state[name].dtype) for name in MOMENTS}
-    blocked = {name: f"{name}_scale" in state and state[f"{name}_scale"].dim() == 1 for name in MOMENTS}
+    blocked = {name: _is_blocked(state, name) for name in MOMENTS}
     return UpdateFormats(
         param=param.format if isinstance(param, ScaledTensor) else Format.of(param.dtype),
         exp_avg=formats["exp_avg"],
@@ -131,6 +161,12 @@ def update_formats(param: Tensor, state: dict[str, Tensor], recipe: Recipe, deco
         stochastic=recipe.rounding == "stochastic",
         decoupled=decoupled,
     )
+
+
+def _is_blocked(state: dict[str, Tensor], name: str) -> bool:
+    """Whether the moment has blocks of scales."""
+    scale = state.get(f"{name}_scale")
+    return scale is not None and scale.dim() == 1
 
 
 def describe(recipe: Recipe) -> str:

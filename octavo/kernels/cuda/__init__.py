@@ -10,6 +10,7 @@ from octavo.kernels.cuda.activation import (
     activation_cast,
 )
 from octavo.kernels.cuda.adamw import adamw
+from octavo.kernels.cuda.adamw_step import adamw_commit, adamw_prepare
 from octavo.kernels.cuda.cast import amax, cast, scale_from_amax, uncast
 from octavo.kernels.cuda.gemm import scaled_mm_nt
 from octavo.kernels.cuda.magnitudes import magnitudes
@@ -28,6 +29,8 @@ __all__ = [
     "activation_cast",
     "add_norm_stats",
     "adamw",
+    "adamw_commit",
+    "adamw_prepare",
     "amax",
     "cast",
     "cast_current",

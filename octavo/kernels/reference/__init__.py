@@ -8,6 +8,7 @@ from octavo.kernels.reference.activation import (
 )
 from octavo.kernels.reference.adamw import adamw
 from octavo.kernels.reference.adamw_scalars import adamw_scalars
+from octavo.kernels.reference.adamw_step import adamw_commit, adamw_prepare
 from octavo.kernels.reference.cast import (
     ALIGN,
     amax,
@@ -37,6 +38,8 @@ __all__ = [
     "activation_cast",
     "add_norm_stats",
     "adamw",
+    "adamw_commit",
+    "adamw_prepare",
     "adamw_scalars",
     "amax",
     "cast",

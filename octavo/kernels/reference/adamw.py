@@ -112,14 +112,14 @@ def has_scale(fmt: Format, block: int | None = None) -> bool:
 
 
 class Operands(NamedTuple):
-    """The tensors of one parameter, contiguous and flat."""
+    """The tensors of one parameter of n elements, contiguous, of any shape."""
 
     param: Tensor
-    """Codes [n] of the format, as are the moments."""
+    """Codes of the format, as are the moments."""
     grad: Tensor
-    """[n] FP32, BF16, FP16 or E4M3."""
+    """FP32, BF16, FP16 or E4M3."""
     residual: Tensor | None
-    """int8 [n], the low bytes of an E4M11 gradient."""
+    """int8, the low bytes of an E4M11 gradient."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     exp_avg_scales: Tensor | None
@@ -148,6 +148,8 @@ def adamw(
 
 def _update(operands: Operands, s: Scalars, key: Tensor, amaxes: Tensor, formats: UpdateFormats) -> None:
     param, grad, residual, exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales, offset = operands
+    param, grad, exp_avg, exp_avg_sq = (tensor.view(-1) for tensor in (param, grad, exp_avg, exp_avg_sq))
+    residual = None if residual is None else residual.view(-1)
 
     def load(codes: Tensor, factor: Tensor | None, scales: Tensor | None, block: int | None, start: int) -> Tensor:
         """codes · (factor / scale)"""
