@@ -2,10 +2,9 @@
 
 Per element of O2 the pass moves 11 B (codes of p, m and √v both ways, the gradient once): 2.6 ps at 4.26 TB/s. It runs 70
 instructions, of which an H200 issues 128 a clock on each of 132 multiprocessors: 2.4 ps at 1.75 GHz. Both together only fit if nothing
-waits: there is no branch in the loop, and a program is one warp and so has no barrier; 25 of them share a multiprocessor, and some
-run while others wait for memory. Hence one hash an element, no NaN handling (a non-finite value cancels the step), root and reciprocal
-of normal numbers (`numerics.sqrt_normal`), and codes rounded as the bits of a float (`numerics.codes_stochastic`).
-`enable_fp_fusion=False` keeps the bits those of the reference.
+waits: there is no branch in the loop, and it loads two tiles ahead; together 2.8 ps were measured (docs/log.md). Hence one hash
+an element, no NaN handling (a non-finite value cancels the step), root and reciprocal of normal numbers (`numerics.sqrt_normal`), and
+codes rounded as the bits of a float (`numerics.codes_stochastic`). `enable_fp_fusion=False` keeps the bits those of the reference.
 
 One launch updates the whole tiles of many parameters (`octavo.kernels.cuda.tables`), and another the tails of those that have one: only
 these need masks, and so loads that are not vectors. A program keeps the maxima of its chunk and issues one atomic for each. A maximum
@@ -36,9 +35,9 @@ from octavo.kernels.cuda.numerics import merge_e4m11, reciprocal_normal, sqrt_no
 from octavo.kernels.cuda.tables import TRITON_DTYPES, aligned, chunk_table, pointer, tail_table, upload
 from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_SQUARE, Operands, Scalars, UpdateFormats
 
-TILE = 256
-"""Elements per tile, or one block of scales if that is longer: 8 a thread, and one warp, which never waits for another."""
-CHUNK = 64 * TILE
+TILE = 1024
+"""Elements per tile, or one block of scales if that is longer: 8 a thread of 4 warps."""
+CHUNK = 16 * TILE
 """Elements of a program."""
 SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SQUARE)
 FIRST: tl.constexpr = tl.constexpr(MULTIPLIERS[0])
@@ -98,7 +97,7 @@ def adamw(
                     tile,
                     tile if masked else chunk,
                     bool(masked),
-                    num_warps=max(1, tile // TILE),
+                    num_warps=tile // 256,
                     enable_fp_fusion=False,
                 )
         if numbers is not None:
@@ -180,7 +179,7 @@ def _adamw(
     exp_avg_sq_amax = tl.zeros([TILE], tl.float32)
     first = chunk * (CHUNK // TILE)
     tiles = (numel // TILE).to(tl.int32) + (1 if MASKED else 0)
-    for tile in range(first, tl.minimum(first + CHUNK // TILE, tiles)):
+    for tile in tl.range(first, tl.minimum(first + CHUNK // TILE, tiles), num_stages=3):
         start = tile * tl.full([], TILE, tl.int64)
         index = start + tl.arange(0, TILE)
         mask = index < numel

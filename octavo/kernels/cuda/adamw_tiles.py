@@ -19,6 +19,7 @@ def store_maximum(pointer, magnitudes, MANTISSA: tl.constexpr, EXPONENT: tl.cons
 
 @triton.jit
 def load_tile(pointer, mask, MASKED: tl.constexpr):
+    """The values at `pointer`; zero where MASKED and not `mask`."""
     if MASKED:
         return tl.load(pointer, mask, other=0.0)
     return tl.load(pointer)
@@ -26,6 +27,7 @@ def load_tile(pointer, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, value, mask, MASKED: tl.constexpr):
+    """`value` to `pointer`, only where `mask` if MASKED."""
     if MASKED:
         tl.store(pointer, value, mask)
     else:
