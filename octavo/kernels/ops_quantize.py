@@ -53,7 +53,7 @@ def _(x, dtype, power_of_two, row, col, column_sum, unit, count):
 @torch.library.custom_op(
     "octavo::cast_current",
     mutates_args=(),
-    schema="(Tensor x, ScalarType dtype, bool count) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, ScalarType dtype, bool count) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def cast_current(x, dtype, count):
     stats = new_stats(x, count)
@@ -62,7 +62,8 @@ def cast_current(x, dtype, count):
 
 @cast_current.register_fake
 def _(x, dtype, count):
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32), new_stats(x, count)
+    scale, largest = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scale, largest, new_stats(x, count)
 
 
 @torch.library.custom_op(

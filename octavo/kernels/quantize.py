@@ -74,20 +74,23 @@ def quantize(
     return (codes, codes_t, scale, sums, inverse) if return_inverse else (codes, codes_t, scale, sums)
 
 
-def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def cast_current(
+    x: Tensor, fmt: Format, *, return_amax: bool = False, stats: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """(codes, scale): `cast` of `x` with a power-of-two scale from its own largest value; codes of the shape of `x`, contiguous.
 
     If a value is not finite, all codes are NaN and the scale is 1: what is stored keeps a finite scale. `fmt` is E4M3 or E5M2;
-    `stats` as in `cast`.
+    `return_amax` returns amax(codes) as well, as a third result; `stats` as in `cast`.
     """
     if x.requires_grad:
         x = x.detach()
     if is_compiling():
-        codes, scale, counts = ops_quantize.cast_current(x, fmt.dtype, stats is not None)
+        codes, scale, largest, counts = ops_quantize.cast_current(x, fmt.dtype, stats is not None)
         if stats is not None:
             stats += counts
-        return codes, scale
-    return backend(x).cast_current(x, fmt, stats=stats)
+    else:
+        codes, scale, largest = backend(x).cast_current(x, fmt, stats=stats)
+    return (codes, scale, largest) if return_amax else (codes, scale)
 
 
 def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:

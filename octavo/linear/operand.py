@@ -210,7 +210,11 @@ def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = Non
 
     `dtype` is the logical dtype; `stats` as in `cast_operand`.
     """
-    codes, scale = kernels.cast_current(grad, E4M3, stats=None if stats is None else stats[:2])
+    codes, scale, largest = kernels.cast_current(
+        grad, E4M3, return_amax=True, stats=None if stats is None else stats[:2]
+    )
+    if not is_compiling() and not codes.is_inference():
+        remember_amax(codes, largest)  # for the optimizer
     if stats is not None:
         stats[2] += grad.numel()
     return ScaledTensor(codes, scale, dtype, residual_on_add=True)

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from octavo import kernels
 from octavo.kernels.reference.magnitudes import Values
+from octavo.linear.operand import known_amax, remember_amax
 from octavo.tensor import ScaledTensor
 
 CHUNK = 2**22
@@ -50,10 +51,12 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 def scale_gradient(grad: Tensor, factor: Tensor, positive: bool) -> None:
     """grad · factor (FP32, 0-d) in place; a ScaledTensor changes its scale alone if the caller knows that the factor is positive."""
     if isinstance(grad, ScaledTensor) and positive:
-        grad._storage.divide_scale(
-            factor
-        )  # (`mul_` has to pass over the codes, as it cannot know that the factor is positive)
+        amax = known_amax(grad.codes)
+        # (`mul_` has to pass over the codes, as it cannot know that the factor is positive.)
+        grad._storage.divide_scale(factor)
         increment_version(grad)
+        if amax is not None:
+            remember_amax(grad.codes, amax)
     else:
         grad.mul_(factor)
 
@@ -67,7 +70,11 @@ def gradient_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> list[Tens
     for device, parts in by_device.items():
         values, scales = zip(*parts, strict=True)
         if norm_type == 2:
-            norms = kernels.magnitudes(values)[1].sqrt()
+            amaxes, squares = kernels.magnitudes(values)
+            norms = squares.sqrt()
+            for (codes, _), scale, amax in zip(values, scales, amaxes.unbind(), strict=True):
+                if scale is not None:  # codes outlast the clipping
+                    remember_amax(codes, amax)
         else:
             norms = torch.stack([_chunked_norm(codes, residual, norm_type) for codes, residual in values])
         one = torch.ones((), device=device)

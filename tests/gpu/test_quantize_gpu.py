@@ -116,10 +116,12 @@ def test_cast_current(cuda, shape, dtype, seed):
         for view in (x, x.transpose(0, -1)):
             for fmt in FP8:
                 stats, want_stats = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(2))
-                codes, scale = cuda.cast_current(view, fmt, stats=stats)
+                codes, scale, largest = cuda.cast_current(view, fmt, stats=stats)
                 want = reference.cast_current(view, fmt, stats=want_stats)
                 assert_same_bits(codes, want[0])
                 assert_same_bits(scale, want[1])
+                assert_same_bits(largest, want[2])
+                assert_same_bits(largest, reference.amax(codes))
                 assert torch.equal(stats, want_stats) and codes.is_contiguous()
 
 

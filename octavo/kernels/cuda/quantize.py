@@ -159,6 +159,7 @@ def _cast_current_kernel(
     parts_ptr,
     codes_ptr,
     scale_ptr,
+    largest_ptr,
     stats_ptr,
     numel,
     parts,
@@ -170,7 +171,7 @@ def _cast_current_kernel(
 ):
     """codes = saturate(round(x * scale)), all NaN if a value of x is not finite; scale = `scale_of` the largest part.
 
-    x, codes [numel]: any float, FP8; parts [parts]: int32; scale [1]: FP32; stats [2]: int64 or None.
+    x, codes [numel]: any float, FP8; parts [parts]: int32; scale, largest [1]: FP32, largest = max |codes|; stats [2]: int64 or None.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     start = program.to(tl.int64) * TILE
@@ -179,9 +180,13 @@ def _cast_current_kernel(
     x = tl.load(x_ptr + start + lane, mask=valid, other=0.0).to(tl.float32)
     amax = largest_part(parts_ptr, parts, PARTS)
     scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
+    multiplier = tl.where(amax < float("inf"), scale, float("nan"))
     if program == 0:
         tl.store(scale_ptr, scale)
-    y = x * tl.where(amax < float("inf"), scale, float("nan"))
+        # Rounding keeps the order: the largest code is that of the largest value. (Codes are made of whole tiles only.)
+        code = as_fp8(tl.full([TILE], 1.0, tl.float32) * (amax * multiplier), MANTISSA_BITS)
+        tl.store(largest_ptr, tl.max(magnitude_bits(code), 0).to(tl.float32, bitcast=True))
+    y = x * multiplier
     if stats_ptr is not None:
         tl.atomic_add(stats_ptr, tl.sum(saturated_count(y, MAX), 0).to(tl.int64))
     codes = as_fp8(y, MANTISSA_BITS)
@@ -253,7 +258,7 @@ def quantize(
     return codes, codes_t, scale, inverse, sums
 
 
-def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See `octavo.kernels.reference.cast_current`."""
     numel = x.numel()
     if numel == 0:
@@ -261,13 +266,14 @@ def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tupl
     if not x.is_contiguous():
         x = x.contiguous()
     parts = amax_parts(x)
-    codes, scale = x.new_empty(x.shape, dtype=fmt.dtype), x.new_empty((), dtype=torch.float32)
+    codes = x.new_empty(x.shape, dtype=fmt.dtype)
+    scale, largest = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
     _launch_cast_current(
         -(-numel // FLAT_TILE),
-        (x, parts, codes, scale, stats),
+        (x, parts, codes, scale, largest, stats),
         *(numel, parts.numel(), fmt.max, fmt.mantissa_bits, True, MAX_PARTS, FLAT_TILE),
     )
-    return codes, scale
+    return codes, scale, largest
 
 
 def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:

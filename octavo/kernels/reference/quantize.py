@@ -37,11 +37,14 @@ def quantize(
     return codes, codes_t, visible, inverse, x.sum(0, dtype=torch.float32) if column_sum else None
 
 
-def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes, scale): `cast` of `x`, of any shape, with the scale of its own amax; codes all NaN and scale 1 if a value is not finite."""
+def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scale, largest): `cast` of `x`, of any shape, with the scale of its own amax; codes all NaN and scale 1 if a value is
+    not finite. largest is the amax of the codes: rounding keeps the order, so that it is the code of the amax.
+    """
     maximum = largest(x)
     scale = scale_from_amax(maximum, fmt.max)
-    return cast(x, torch.where(maximum.isfinite(), scale, torch.nan), fmt.dtype, stats=stats), scale
+    multiplier = torch.where(maximum.isfinite(), scale, torch.nan)
+    return cast(x, multiplier, fmt.dtype, stats=stats), scale, cast(maximum, multiplier, fmt.dtype).float()
 
 
 def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
