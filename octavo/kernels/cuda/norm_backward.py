@@ -179,7 +179,9 @@ _launch_add_parts = Launcher(_add_parts_kernel, num_warps=4)
 
 @cache
 def _launch_backward(warps: int) -> Launcher:
-    return Launcher(_backward_kernel, num_warps=warps)
+    # dx is stored in one layout and its maximum found in another, which may compute it anew: with products fused into sums at other places
+    # the two would differ by a rounding.
+    return Launcher(_backward_kernel, num_warps=warps, enable_fp_fusion=False)
 
 
 def norm_backward(
