@@ -4,7 +4,7 @@
 |---|---|
 | `shapes` | sizes of a run, and the bytes that rest between steps |
 | `tape` | allocations in order: bytes alive, the peak, when it was |
-| `forward`, `step` | the training step as a program of allocations |
+| `forward`, `backward`, `fused`, `step` | the training step as a program of allocations, with fused blocks and without |
 | `ceilings`, `speed` | GPUs as data, and the time of a step at their ceilings |
 | `report` | the plan of a config, what fits, in words |
 """

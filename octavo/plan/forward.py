@@ -24,6 +24,9 @@ class Forward:
         self.wide, self.up = m.ffn_width * n, setup.linears["up"][1] * n
         self.heads, self.keys = m.attention_width * n, m.kv_heads * m.head_dim * n
         self.rotary = m.positions == "rotary"
+        self.one_turn = self.rotary and m.fused
+        """Queries and keys are turned in one pass that copies the values: it needs nothing of what the GEMM gave."""
+        self.turned = e * (self.heads + (2 if self.one_turn else 1) * self.keys)
         # (On a CPU, RMSNorm keeps FP32 copies of its input and of that normalised.)
         self.plain_rms = self.llama and setup.device == "cpu" and e < 4
         self.cpu_norm = 8 * m.dim * n if self.plain_rms else 0
@@ -97,7 +100,9 @@ class Forward:
         self.operand(layer, "qkv")
         t.hold(k + "heads", e * (self.heads + 2 * self.keys), ATTENTION)
         if self.rotary:
-            t.hold(k + "rotated", e * (self.heads + self.keys), ATTENTION)
+            t.hold(k + "rotated", self.turned, ATTENTION)
+        if self.one_turn and not self.selective:
+            t.drop(k + "heads")
         t.hold(k + "attended", e * self.heads, ATTENTION)
         t.hold(k + "logsumexp", 4 * self.s.model.n_heads * self.s.tokens, ATTENTION)
         if self.selective:
@@ -145,18 +150,10 @@ class Forward:
             t.hold(f"x {layer}", self.stream, RESIDUAL)
         for name in ("qkv", "attention out", "up", "ffn out"):
             t.drop(f"{k}{name} in")
-        for name in (
-            "norm 1 input",
-            "norm 2 input",
-            "normed 1",
-            "normed 2",
-            "heads",
-            "rotated",
-            "attended",
-            "logsumexp",
-        ):
+        for number in (1, 2):
+            t.drop(f"{k}norm {number} input", f"{k}normed {number}", f"{k}statistics {number}")
+        for name in ("heads", "rotated", "attended", "logsumexp", "x 1", "up", "silu", "activated"):
             t.drop(k + name)
-        t.drop(k + "x 1", k + "up", k + "silu", k + "activated")
 
     # --- head and loss
 

@@ -88,6 +88,12 @@ class Setup:
         shape = self.linears[name]
         return self.recipe.converts and min(shape) >= MIN_SIDE and shape not in self.left
 
+    @property
+    def fused(self) -> bool:
+        """Whether blocks run through the functions of `octavo.linear.fused`: all their layers are converted, and scale as these can."""
+        traceable = self.recipe.scaling == "current" or not self.compiled
+        return self.model.fused and traceable and all(map(self.converted, self.linears))
+
     def size(self, name: str) -> int:
         """Elements of the layer's weight."""
         inputs, outputs = self.linears[name]
