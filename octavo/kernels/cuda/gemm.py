@@ -1,4 +1,6 @@
-"""The FP8 GEMM on tensor cores, by cuBLASLt through `torch.nn.functional.scaled_mm`; see `octavo.kernels.reference.gemm`.
+"""The FP8 GEMM on tensor cores, by cuBLASLt through `torch._scaled_mm`; see `octavo.kernels.reference.gemm`.
+
+(`torch.nn.functional.scaled_mm` calls the same product, but costs the host as much again for the recipes of scales that it lists.)
 
 Hopper keeps FP8 sums in about 14 bits and truncates; without `fast_accum` they are promoted to FP32 every few instructions, which
 costs 2-4% and is what both backward GEMMs use.
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, scaled_mm
 
 
 def scaled_mm_nt(
@@ -31,15 +32,14 @@ def scaled_mm_nt(
     fused_bias = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
     if not inverse_scales:
         a_scale, b_scale = a_scale.reciprocal(), b_scale.reciprocal()
-    out = scaled_mm(
+    out = torch._scaled_mm(
         a_codes.contiguous(),
         b_codes.contiguous().t(),
         a_scale,
-        ScalingType.TensorWise,
         b_scale,
-        ScalingType.TensorWise,
-        bias=fused_bias,
-        output_dtype=out_dtype,
-        use_fast_accum=fast_accum,
+        fused_bias,
+        None,
+        out_dtype,
+        fast_accum,
     )
     return out if bias is None or fused_bias is not None else out.add_(bias)

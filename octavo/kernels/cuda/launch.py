@@ -41,7 +41,7 @@ class Launcher:
         self.kernel, self.options = kernel, options
         self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
-    def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *scalars: float | bool) -> None:
+    def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *scalars: float | bool | None) -> None:
         """Launches `programs` programs on the device of the first tensor, which is not None."""
         first = tensors[0]
         assert first is not None
@@ -49,9 +49,21 @@ class Launcher:
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(programs, tensors, *scalars)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        key = (device, scalars, *dtypes, *[pointer % 16 for pointer in pointers])
+        pointers: list[int] = []
+        kind: list[Any] = [device, scalars]
+        bits = 0
+        for tensor in tensors:
+            if tensor is None:
+                pointers.append(0)
+                kind.append(None)
+            else:
+                address = tensor.data_ptr()
+                bits |= address
+                pointers.append(address)
+                kind.append(tensor.dtype)
+        if bits % 16:
+            kind += [address % 16 for address in pointers]
+        key = tuple(kind)
         compiled = self._compiled.get(key)
         if compiled is not None:
             run, function, metadata = compiled

@@ -243,18 +243,11 @@ def quantize(
         parts, sums = _amax_parts_and_sum(x)
     else:
         parts = amax_parts(x) if amax is None else amax.view(torch.int32).view(1)
-    count = parts.numel()
-    m_padded, k_padded, tiles_m, tiles_k = geometry(m, k, TILE_M, TILE_K)
-    codes = x.new_empty((m_padded, k_padded), dtype=fmt.dtype) if row else None
-    codes_t = x.new_empty((k_padded, m_padded), dtype=fmt.dtype) if col else None
+    programs, shape, shape_t, scalars = _plan(m, k, fmt.dtype, power_of_two, parts.numel())
+    codes = x.new_empty(shape, dtype=fmt.dtype) if row else None
+    codes_t = x.new_empty(shape_t, dtype=fmt.dtype) if col else None
     scale, inverse = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
-    _launch_quantize(
-        tiles_m * tiles_k,
-        (x, parts, unit, codes, codes_t, scale, inverse, stats),
-        *(m, k, m_padded, k_padded, tiles_k, count),
-        *(fmt.max, fmt.mantissa_bits, power_of_two, triton.next_power_of_2(count) if count > MAX_PARTS else MAX_PARTS),
-        *(m % TILE_M == 0 and k % TILE_K == 0, group_of(tiles_m), REPEAT, TILE_M, TILE_K),
-    )
+    _launch_quantize(programs, (x, parts, unit, codes, codes_t, scale, inverse, stats), *scalars)
     return codes, codes_t, scale, inverse, sums
 
 
@@ -295,6 +288,21 @@ def _amax_parts_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
     out = x.new_empty(k, dtype=torch.float32)
     _launch_add_rows(-(-k // COLUMNS), (sums, out), programs_m, k, ROWS, COLUMNS)
     return parts, out
+
+
+@cache
+def _plan(
+    m: int, k: int, dtype: torch.dtype, power_of_two: bool, parts: int
+) -> tuple[int, tuple[int, int], tuple[int, int], tuple[float | bool, ...]]:
+    """(programs, shapes of codes and of codes_t, scalars) of `_quantize_kernel`."""
+    m_padded, k_padded, tiles_m, tiles_k = geometry(m, k, TILE_M, TILE_K)
+    fmt, whole = Format.of(dtype), m % TILE_M == 0 and k % TILE_K == 0
+    scalars = (
+        *(m, k, m_padded, k_padded, tiles_k, parts, fmt.max, fmt.mantissa_bits, power_of_two),
+        triton.next_power_of_2(parts) if parts > MAX_PARTS else MAX_PARTS,
+        *(whole, group_of(tiles_m), REPEAT, TILE_M, TILE_K),
+    )
+    return tiles_m * tiles_k, (m_padded, k_padded), (k_padded, m_padded), scalars
 
 
 @cache
