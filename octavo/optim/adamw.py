@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.kernels.reference.adamw import UpdateFormats
 from octavo.optim.checks import check_group, check_loadable, warn_of_lost_updates
 from octavo.optim.state import Slot, describe, gradient, initial_state, seal, unseal, update_formats
-from octavo.optim.step import Bucket, Maxima, prepare, update
+from octavo.optim.step import Bucket, Known, prepare, update
 from octavo.recipe import Recipe, get_recipe
 from octavo.tensor import ScaledTensor
 
@@ -59,7 +59,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         self.recipe = get_recipe(recipe)
         self._formats: dict[tuple, UpdateFormats] = {}
-        self._maxima = Maxima()
+        self._maxima: Known = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -102,7 +102,7 @@ class AdamW(torch.optim.Optimizer):
         for plan in plans[1:]:
             ok = ok & plan.prepared.ok.to(ok.device, non_blocking=True)
         for plan in plans:
-            update(plan, ok.to(plan.prepared.ok.device, non_blocking=True), self._maxima)
+            update(plan, ok.to(plan.prepared.ok.device, non_blocking=True))
         self.skipped_steps = self.skipped_steps.to(ok.device) + ~ok
         return loss
 
@@ -129,10 +129,12 @@ class AdamW(torch.optim.Optimizer):
         if "step" not in state:
             state.update(initial_state(param, self.recipe))
         codes, scale = (param.codes, param.scale) if isinstance(param, ScaledTensor) else (param.detach(), None)
-        slot = Slot(param, codes, scale, *grad, state, offset)
-        formats = self._formats.get(slot.kind)
+        moments = state["exp_avg"], state["exp_avg_sq"], state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
+        slot = Slot(param, codes, scale, *grad, offset, state["step"], *moments)
+        kind = slot.kind
+        formats = self._formats.get(kind)
         if formats is None:
-            formats = self._formats[slot.kind] = update_formats(param, state, self.recipe, self._decoupled)
+            formats = self._formats[kind] = update_formats(param, state, self.recipe, self._decoupled)
         return formats, slot
 
     @torch.no_grad()
@@ -144,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
         formats, slot = self._slot(param, gradient(param), offset)
         (plan,) = prepare([Bucket(group, formats, [slot])], self._maxima)
         ok = ok.to(plan.prepared.ok.device, non_blocking=True) & plan.prepared.ok
-        update(plan, ok, self._maxima)
+        update(plan, ok)
         return ok
 
     def check_numerics(self) -> None:
@@ -197,7 +199,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._formats, self._maxima = {}, Maxima()
+        self._formats, self._maxima = {}, {}
 
 
 class Adam(AdamW):

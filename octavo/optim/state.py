@@ -34,39 +34,48 @@ class Slot:
     grad: Tensor
     grad_scale: Tensor | None
     residual: Tensor | None
-    state: dict[str, Tensor]
     offset: int
     """Index of the first element among all elements of the optimizer."""
+    step: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scale: Tensor | None
+    exp_avg_sq_scale: Tensor | None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three tensors that a step rewrites."""
-        return self.codes, self.state["exp_avg"], self.state["exp_avg_sq"]
+        return self.codes, self.exp_avg, self.exp_avg_sq
 
     @property
     def kind(self) -> tuple:
         """All that `update_formats` depends on, within one optimizer."""
-        state = self.state
-        blocked = _is_blocked(state, "exp_avg"), _is_blocked(state, "exp_avg_sq")
-        return self.scale is None, self.codes.dtype, state["exp_avg"].dtype, state["exp_avg_sq"].dtype, blocked
+        first, second = self.exp_avg_scale, self.exp_avg_sq_scale
+        return (
+            self.scale is None,
+            self.codes.dtype,
+            self.exp_avg.dtype,
+            self.exp_avg_sq.dtype,
+            first is not None and first.dim() == 1,
+            second is not None and second.dim() == 1,
+        )
 
     @property
     def fingerprint(self) -> tuple:
         """Changes when anybody but the kernel writes into one of the stored tensors, or replaces it."""
-        codes, first, second = self.stored
+        codes, first, second = self.codes, self.exp_avg, self.exp_avg_sq
         return (
-            (codes.data_ptr(), first.data_ptr(), second.data_ptr()),
-            (codes._version, first._version, second._version),
+            *(codes.data_ptr(), first.data_ptr(), second.data_ptr()),
+            *(codes._version, first._version, second._version),
         )
 
     def numbers(self, formats: UpdateFormats, maxima: Tensor, grad_amax: Tensor) -> kernels.Numbers:
         """The small tensors, for `kernels.adamw_prepare`."""
-        state = self.state
         return kernels.Numbers(
-            state["step"],
+            self.step,
             self.scale,
-            None if formats.exp_avg_block else state.get("exp_avg_scale"),
-            None if formats.exp_avg_sq_block else state.get("exp_avg_sq_scale"),
+            None if formats.exp_avg_block else self.exp_avg_scale,
+            None if formats.exp_avg_sq_block else self.exp_avg_sq_scale,
             maxima,
             self.grad_scale,
             grad_amax,
@@ -74,15 +83,14 @@ class Slot:
 
     def operands(self, formats: UpdateFormats) -> kernels.Operands:
         """The large tensors, for `kernels.adamw`."""
-        state = self.state
         return kernels.Operands(
             self.codes.contiguous(),
             self.grad,
             self.residual,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state["exp_avg_scale"] if formats.exp_avg_block else None,
-            state["exp_avg_sq_scale"] if formats.exp_avg_sq_block else None,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.exp_avg_scale if formats.exp_avg_block else None,
+            self.exp_avg_sq_scale if formats.exp_avg_sq_block else None,
             self.offset,
         )
 
@@ -91,15 +99,15 @@ def gradient(param: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(codes or plain values, scale, residual) of the gradient, contiguous. Raises `ValueError` if it cannot be used."""
     grad = param.grad
     assert grad is not None
+    if isinstance(grad, ScaledTensor):
+        codes, residual = grad.codes, grad.residual
+        if codes.dtype is E4M3.dtype and grad.block is None:
+            return codes.contiguous(), grad.scale, None if residual is None else residual.contiguous()
+        grad = grad.dequantize(torch.float32)
     if grad.layout is not torch.strided:
         raise ValueError(
             f"the gradient of a parameter {tuple(param.shape)} is sparse: use Embedding(..., sparse=False)"
         )
-    if isinstance(grad, ScaledTensor):
-        if grad.codes.dtype is E4M3.dtype and grad.block is None:
-            residual = grad.residual
-            return grad.codes.contiguous(), grad.scale, None if residual is None else residual.contiguous()
-        grad = grad.dequantize(torch.float32)
     if grad.dtype not in PLAIN:
         raise ValueError(
             f"the gradient of a parameter {tuple(param.shape)} is {grad.dtype}: it must be FP32, BF16, FP16 or a ScaledTensor"

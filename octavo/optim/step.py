@@ -36,39 +36,50 @@ class Plan(NamedTuple):
     """The step of the buckets of one device."""
 
     buckets: list[Bucket]
+    maxima: list[Maxima]
+    """Of the slots of all buckets, in order."""
     numbers: list[list[kernels.Numbers]]
     prepared: kernels.Prepared
 
 
+@dataclass(slots=True)
 class Maxima:
-    """The largest magnitudes among the codes of each parameter and its moments, FP32 [3], kept from the step that stored them."""
+    """The largest magnitudes among the codes of a parameter and its moments, kept from the step that stored them."""
 
-    def __init__(self) -> None:
-        self._known: dict[Tensor, tuple[tuple, Tensor]] = {}
-
-    def of(self, slot: Slot) -> Tensor:
-        """Those before the step, found anew if anybody else has written into the tensors; `adamw_commit` writes into the result."""
-        fingerprint, maxima = self._known.get(slot.param, (None, None))
-        if maxima is None or fingerprint != slot.fingerprint:
-            maxima = torch.stack([kernels.amax(codes) for codes in slot.stored])
-            self._known[slot.param] = (slot.fingerprint, maxima)
-        return maxima
-
-    def keep(self, slot: Slot, maxima: Tensor) -> None:
-        """Those after a step."""
-        self._known[slot.param] = (slot.fingerprint, maxima)
+    fingerprint: tuple
+    """Of the `Slot` then."""
+    values: Tensor
+    """FP32 [3], written by `kernels.adamw_commit`."""
 
 
-def prepare(buckets: Sequence[Bucket], maxima: Maxima) -> list[Plan]:
-    """The plan of each device. Nothing changes but memory of maxima."""
+Known = dict[Tensor, Maxima]
+"""By parameter."""
+
+
+def _maxima(slot: Slot, known: Known) -> Maxima:
+    """Those before the step; found anew if anybody else has written into the tensors."""
+    fingerprint, maxima = slot.fingerprint, known.get(slot.param)
+    if maxima is None or maxima.fingerprint != fingerprint:
+        maxima = known[slot.param] = Maxima(fingerprint, torch.stack([kernels.amax(codes) for codes in slot.stored]))
+    return maxima
+
+
+def prepare(buckets: Sequence[Bucket], known: Known) -> list[Plan]:
+    """The plan of each device. Nothing changes but what is known of maxima."""
     by_device: dict[torch.device, list[Bucket]] = {}
     for bucket in buckets:
         by_device.setdefault(bucket.slots[0].codes.device, []).append(bucket)
     plans = []
     for alike in by_device.values():
-        amaxes = iter(_amaxes([slot for bucket in alike for slot in bucket.slots]))
+        slots = [slot for bucket in alike for slot in bucket.slots]
+        maxima = [_maxima(slot, known) for slot in slots]
+        smalls = zip(maxima, _amaxes(slots), strict=True)
         numbers = [
-            [slot.numbers(bucket.formats, maxima.of(slot), next(amaxes)) for slot in bucket.slots] for bucket in alike
+            [
+                slot.numbers(bucket.formats, own.values, amax)
+                for slot, (own, amax) in zip(bucket.slots, smalls, strict=False)
+            ]
+            for bucket in alike
         ]
         settings = [
             kernels.UpdateSettings(
@@ -83,7 +94,7 @@ def prepare(buckets: Sequence[Bucket], maxima: Maxima) -> list[Plan]:
             )
             for bucket in alike
         ]
-        plans.append(Plan(alike, numbers, kernels.adamw_prepare(numbers, settings)))
+        plans.append(Plan(alike, maxima, numbers, kernels.adamw_prepare(numbers, settings)))
     return plans
 
 
@@ -95,7 +106,7 @@ def _amaxes(slots: list[Slot]) -> list[Tensor]:
     return [next(found) if amax is None else amax for amax in known]
 
 
-def update(plan: Plan, ok: Tensor, maxima: Maxima) -> None:
+def update(plan: Plan, ok: Tensor) -> None:
     """Run the passes of a plan, if `ok` (0-d bool on its device), and store what they leave."""
     for bucket, span in zip(plan.buckets, plan.prepared.spans, strict=True):
         slots, formats = bucket.slots, bucket.formats
@@ -106,12 +117,10 @@ def update(plan: Plan, ok: Tensor, maxima: Maxima) -> None:
         )
         kernels.adamw(operands, scalars, keys, ok, raised, formats)
         for slot, updated in zip(slots, operands, strict=True):
-            if not slot.codes.is_contiguous():
+            if updated.param is not slot.codes:  # which is not contiguous
                 slot.codes.copy_(updated.param.view(slot.codes.shape))
     kernels.adamw_commit(plan.numbers, plan.prepared, ok)
-    increment_version(
-        [tensor for bucket in plan.buckets for slot in bucket.slots for tensor in (slot.param, *slot.stored)]
-    )
-    for bucket, numbers in zip(plan.buckets, plan.numbers, strict=True):
-        for slot, own in zip(bucket.slots, numbers, strict=True):
-            maxima.keep(slot, own.maxima)
+    slots = [slot for bucket in plan.buckets for slot in bucket.slots]
+    increment_version([tensor for slot in slots for tensor in (slot.param, slot.codes, slot.exp_avg, slot.exp_avg_sq)])
+    for slot, own in zip(slots, plan.maxima, strict=True):
+        own.fingerprint = slot.fingerprint

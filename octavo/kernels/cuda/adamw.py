@@ -14,6 +14,9 @@ of non-negative floats is one of their bits as integers, so the result does not 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, reduce
+from operator import or_
+from typing import Any
 
 import torch
 import triton
@@ -30,9 +33,9 @@ from octavo.kernels.cuda.adamw_tiles import (
     store_tile,
     unscale_blocks,
 )
-from octavo.kernels.cuda.launch import on_device
+from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import merge_e4m11, reciprocal_normal, sqrt_normal
-from octavo.kernels.cuda.tables import TRITON_DTYPES, aligned, chunk_table, pointer, tail_table, upload
+from octavo.kernels.cuda.tables import ALIGNMENT, TRITON_DTYPES, chunk_table, pointer, tail_table, upload
 from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_SQUARE, Operands, Scalars, UpdateFormats
 
 TILE = 1024
@@ -53,35 +56,30 @@ def adamw(
     """See `octavo.kernels.reference.adamw.adamw`."""
     tile = max(TILE, formats.exp_avg_block or 0, formats.exp_avg_sq_block or 0)
     chunk = max(CHUNK, tile)
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple, list[tuple[int, ...]]] = {}
     for row, one in enumerate(operands):
-        wide = one.offset + one.param.numel() > 2**32
-        alike.setdefault((one.grad.dtype, wide, aligned(one[:7])), []).append(row)
-    for (grad_dtype, wide, all_aligned), rows in alike.items():
-        tensors = [operands[row] for row in rows]
-        device = tensors[0].param.device
-        numels = tuple(one.param.numel() for one in tensors)
-        pointers = [[0 if t is None else t.data_ptr() for t in one[:7]] for one in tensors]
-        table = upload([[*row, n, one.offset] for row, n, one in zip(pointers, numels, tensors, strict=True)], device)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in one[:7]]
+        numel = one.param.numel()
+        kind = one.grad.dtype, one.offset + numel > 2**32, reduce(or_, addresses) % ALIGNMENT == 0
+        alike.setdefault(kind, []).append((row, *addresses, numel, one.offset))
+    device, residual = ok.device, operands[0].residual is not None
+    for (grad_dtype, wide, all_aligned), members in alike.items():
+        rows = [member[0] for member in members]
+        numels = tuple(member[-2] for member in members)
+        table = upload([word for member in members for word in member[1:]], device)
         numbers = None if len(rows) == len(operands) else upload(rows, device)
         own = (scalars, keys, amaxes) if numbers is None else (scalars[numbers], keys[numbers], amaxes[numbers])
         tables = chunk_table(numels, tile, device, chunk), tail_table(numels, tile, device)
         for masked, chunks in enumerate(tables):
-            if len(chunks) == 0:
-                continue
-            with on_device(table):
-                _adamw[(len(chunks),)](
-                    table,
-                    chunks,
-                    own[0],
-                    own[1],
-                    ok.view(torch.uint8),
-                    own[2].view(torch.int32),
+            if len(chunks):
+                _launcher(tile // 256)(
+                    len(chunks),
+                    (table, chunks, *own[:2], ok.view(torch.uint8), own[2].view(torch.int32)),
                     TRITON_DTYPES[formats.param.dtype],
                     TRITON_DTYPES[grad_dtype],
                     TRITON_DTYPES[formats.exp_avg.dtype],
                     TRITON_DTYPES[formats.exp_avg_sq.dtype],
-                    tensors[0].residual is not None,
+                    residual,
                     *_constants(formats.param),
                     *_constants(formats.exp_avg),
                     *_constants(formats.exp_avg_sq),
@@ -97,11 +95,14 @@ def adamw(
                     tile,
                     tile if masked else chunk,
                     bool(masked),
-                    num_warps=tile // 256,
-                    enable_fp_fusion=False,
                 )
         if numbers is not None:
             amaxes[numbers] = own[2]
+
+
+@cache
+def _launcher(warps: int) -> Any:
+    return Launcher(_adamw, num_warps=warps, enable_fp_fusion=False)
 
 
 def _constants(fmt: Format) -> tuple[float, int, int]:
