@@ -1,4 +1,4 @@
-"""The measured side of the plan: bytes alive in the actual training step, at the boundaries of kernels.
+"""The measured side of the plan: bytes alive in the actual training step, at the boundaries of kernels, and in compiled graphs.
 
 A dispatch mode sees every allocation that an operation makes and every storage that dies. Kernels run as the opaque operators that
 `torch.compile` sees, so that what the CPU reference allocates inside of one, and a GPU kernel does not, is left out. On fake
@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -132,3 +134,54 @@ def measure(setup: Setup, fake: bool = False, seed: int = 0) -> tuple[int, int, 
                 clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
         return alive.peak, rest, alive.where
+
+
+def compiled_block(setup: Setup, seed: int = 0) -> tuple[int, int]:
+    """(bytes that the compiled first block keeps for backward, most bytes alive in its backward), without parameters.
+
+    A compiled graph frees a tensor after the last operation that reads it, what was kept for backward included.
+    """
+    graphs: list[fx.Graph] = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return module.forward
+
+    model = Transformer.build(setup.model, setup.recipe, seed=seed)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    model.blocks[0].compile(fullgraph=True, backend=backend)
+    tokens = torch.randint(setup.model.vocab_size, (2, setup.micro_batch, setup.seq_len))
+    model(tokens[0], tokens[1]).backward()
+    forward, backward = graphs
+    inputs = [node for node in forward.nodes if node.op == "placeholder"]
+    x = inputs[0].meta["val"]
+    assert x.shape == (setup.micro_batch, setup.seq_len, setup.model.dim)
+    parameters = {key for node in inputs[1:] for key in _storages(node)}
+    output, *kept = next(iter(reversed(forward.nodes))).args[0]
+    sizes = {key: size for node in kept if isinstance(node, fx.Node) for key, size in _storages(node).items()}
+    return sum(size for key, size in sizes.items() if key not in parameters), _most_alive(backward, parameters)
+
+
+def _storages(node: fx.Node) -> dict[int, int]:
+    """Bytes of the storages of what the node computes; views have that of what they view."""
+    tensors = [item for item in tree_iter(node.meta.get("val")) if isinstance(item, torch.Tensor)]
+    storages = [item.untyped_storage() for item in tensors if isinstance(item.numel(), int)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _most_alive(graph: fx.Graph, apart: set[int]) -> int:
+    """Most bytes alive after any node, without the storages `apart`."""
+    last = {
+        key: place
+        for place, node in enumerate(graph.nodes)
+        for used in (node, *node.all_input_nodes)
+        for key in _storages(used)
+    }
+    alive = {key: size for node in graph.nodes if node.op == "placeholder" for key, size in _storages(node).items()}
+    most = 0
+    for place, node in enumerate(graph.nodes):
+        alive |= _storages(node)
+        most = max(most, sum(size for key, size in alive.items() if key not in apart))
+        if node.op != "placeholder":
+            alive = {key: size for key, size in alive.items() if last[key] > place}
+    return most

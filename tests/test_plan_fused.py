@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from measuring import compiled_block
 from test_plan import GPT, GPT20B, LLAMA, check
 
 from octavo.models import SIZES, TransformerConfig
 from octavo.plan import Setup, simulate
-from octavo.plan.shapes import STATES
-from octavo.plan.step import forward_only
+from octavo.plan.shapes import STATES, WORK
+from octavo.plan.step import begin, forward_only
 from octavo.recipe import RECIPES
 
 TOLERANCE = 0.05
@@ -64,6 +65,23 @@ NAMES = ["7b", "13b", "20b", "llama"]
 def test_peak_of_large_shapes(model, mode, batch, layers):
     model = fused(model, n_layers=layers, recompute=mode, max_seq_len=2048)
     check(Setup(model, RECIPES["O2"], 2048, batch, device="cpu"), fake=True)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_compiled_block_keeps_and_takes_what_is_planned(model, mode, seed):
+    model = fused(model, n_layers=1, recompute=mode, dim=256, ffn_dim=None)
+    setup = Setup(model, RECIPES["O2"], 64, 16, compiled=True)
+    kept, most = compiled_block(setup, seed)
+    tape, step = begin(setup)
+    resting = tape.now
+    step.forward()
+    tape.drop("x 1", "rotary")  # the output, and what is made outside of blocks
+    assert tape.now - resting == pytest.approx(kept, rel=0.001)
+    tape.hold("g", step.stream, WORK)
+    tape.peak = 0
+    step.block_backward(0)
+    assert tape.peak - resting == pytest.approx(most, rel=0.01)
 
 
 def h200(layers: int, compiled: bool, **changes) -> Setup:

@@ -69,61 +69,56 @@ class Fused(Backward):
         self.feed_forward_backward(layer)
         self.attention_backward(layer)
 
-    def gradients(self, layer: int, name: str, dx: str, count: int) -> None:
-        """dgrad into `dx` of `count` elements, for which a compiled region casts the weight again, and wgrad."""
-        again = self.s.compiled and not self.t.alive(f"{layer} operand {name}")
-        if again:
-            self.t.hold("weight again", self.s.operand_bytes(name) / 2, WORK)
-        self.t.hold(dx, self.s.itemsize * count, WORK)
-        self.t.drop("weight again")
+    def cast(self, name: str, count: int) -> None:
+        """The gradient `name` of `count` elements in FP8, row-major for dgrad and transposed for wgrad."""
+        self.t.hold(f"{name} row", count, WORK)
+        self.t.hold(f"{name} col", count, WORK)
+
+    def multiply(self, layer: int, name: str, dy: str, dx: str, count: int) -> None:
+        """From the cast `dy`, dgrad into `dx` of `count` elements, for which a compiled region casts the weight again, and wgrad."""
+        t, compiled = self.t, self.s.compiled
+        if compiled and not t.alive(f"{layer} operand {name}"):
+            t.hold("weight again", self.s.operand_bytes(name) / 2, WORK)
+        t.hold(dx, self.s.itemsize * count, WORK)
+        t.drop("weight again", f"{dy} row" if compiled else "")
         if name == "ffn out" and self.product_again:
-            self.t.hold(f"{layer} {name} in", self.wide, WORK)
+            t.hold(f"{layer} {name} in", self.wide, WORK)
         self.make_gradient(layer, name)
-        if self.s.compiled:
-            self.t.drop(f"{layer} {name} in")
+        if compiled:
+            t.drop(f"{dy} col", f"{layer} {name} in")
 
     def feed_forward_backward(self, layer: int) -> None:
         t, k, compiled = self.t, f"{layer} ", self.s.compiled
-        t.hold("dy operand", 2 * self.codes, WORK)
-        self.gradients(layer, "ffn out", "da", self.wide)
-        if compiled:
-            t.drop("dy operand")
-        t.hold("dh operand", 2 * self.up, WORK)
-        t.drop("dy operand")
+        self.cast("dy", self.codes)
+        self.multiply(layer, "ffn out", "dy", "da", self.wide)
+        self.cast("dh", self.up)
+        t.drop("dy row", "dy col")
         if compiled:
             t.drop("da", k + "up")
-        self.gradients(layer, "up", "dn", self.codes)
-        if compiled:
-            t.drop("dh operand")
-        t.hold("dx", self.stream, WORK)
-        t.drop("dx")  # the new `g`
-        t.drop("dn", "da", "dh operand", k + "up", k + "ffn out in", k + "up in", k + "x 1", k + "statistics 2")
+        self.multiply(layer, "up", "dh", "dn", self.codes)
+        t.brief(self.stream, WORK)  # dx, the new `g`
+        t.drop("dn", "da", "dh row", "dh col", k + "up", k + "ffn out in", k + "up in", k + "x 1", k + "statistics 2")
         if not compiled:
             self.collect_gradient(layer, "ffn out")
             self.collect_gradient(layer, "up")
 
     def attention_backward(self, layer: int) -> None:
         s, t, e, k = self.s, self.t, self.s.itemsize, f"{layer} "
-        t.hold("dy operand", 2 * self.codes, WORK)
-        self.gradients(layer, "attention out", "da", self.heads)
-        t.drop("dy operand", k + "attention out in")
+        self.cast("dy", self.codes)
+        self.multiply(layer, "attention out", "dy", "da", self.heads)
+        t.drop("dy row", "dy col", k + "attention out in")
         if not s.compiled:
             self.collect_gradient(layer, "attention out")
         if self.selective:
             t.hold(k + "attended", e * self.heads, ATTENTION)
         t.hold("d heads", e * self.qkv, WORK)
         t.drop("da", k + "attended", k + "logsumexp", k + "heads")
-        t.hold("dy", e * self.qkv, WORK)
-        if s.compiled:
-            t.drop("d heads")
-        t.hold("dy operand", 2 * self.qkv, WORK)
-        if s.compiled:
-            t.drop("dy")
-        self.gradients(layer, "qkv", "dn", self.codes)
-        if s.compiled:
-            t.drop("dy operand")
-        t.hold("dx", self.stream, WORK)
-        t.drop("dx")  # the new `g`
-        t.drop("dn", "dy operand", "dy", "d heads", k + "qkv in", k + "statistics 1", f"x {layer}")
+        t.hold("d qkv", e * self.qkv, WORK)
+        t.drop("d heads" if s.compiled else "")
+        self.cast("dy", self.qkv)
+        t.drop("d qkv" if s.compiled else "")
+        self.multiply(layer, "qkv", "dy", "dn", self.codes)
+        t.brief(self.stream, WORK)  # dx, the new `g`
+        t.drop("dn", "dy row", "dy col", "d qkv", "d heads", k + "qkv in", k + "statistics 1", f"x {layer}")
         for name in s.linears if s.compiled else ("qkv",):
             self.collect_gradient(layer, name)

@@ -31,7 +31,7 @@ CUBLAS = 64 << 20
 
 def simulate(setup: Setup) -> Tape:
     """The tape of one optimizer step in the steady state: the last of its micro-batches, with everything that earlier ones left."""
-    tape, step = _begin(setup)
+    tape, step = begin(setup)
     step.forward()
     step.loss()
     step.backward()
@@ -40,12 +40,13 @@ def simulate(setup: Setup) -> Tape:
 
 def forward_only(setup: Setup) -> Tape:
     """The tape after the forward of all blocks: what backward keeps is alive."""
-    tape, step = _begin(setup)
+    tape, step = begin(setup)
     step.forward()
     return tape
 
 
-def _begin(setup: Setup) -> tuple[Tape, Backward]:
+def begin(setup: Setup) -> tuple[Tape, Backward]:
+    """A tape with what rests between steps and what earlier micro-batches left, and the step that will write on it."""
     tape = Tape()
     resident = setup.resident()
     for kind in (WEIGHTS, OTHER, STATES):
