@@ -309,3 +309,59 @@ def test_stochastic_rounding_keeps_the_mean_of_small_updates(seed):
         moved[stochastic] = 1 - run.real(0).double().mean().item()
     assert moved[False] == 0
     assert moved[True] == pytest.approx(1e-2, rel=0.02)
+
+
+def small(n: int, formats: UpdateFormats) -> list[kernels.Numbers]:
+    """The small tensors of n parameters between two steps."""
+    scaled = (
+        formats.param_scaled,
+        has_scale(formats.exp_avg, formats.exp_avg_block),
+        has_scale(formats.exp_avg_sq, formats.exp_avg_sq_block),
+    )
+    return [
+        kernels.Numbers(
+            torch.randint(100, ()).float(),
+            *(torch.exp2(torch.randint(-9, 9, ()).float()) if own else None for own in scaled),
+            torch.rand(3),
+            torch.exp2(torch.randn(())),
+            torch.rand(()),
+        )
+        for _ in range(n)
+    ]
+
+
+def settings(formats: UpdateFormats, lr: float = 1e-2) -> kernels.UpdateSettings:
+    return kernels.UpdateSettings(lr, (0.9, 0.95), 1e-8, 0.1, False, 7, False, formats)
+
+
+def test_a_step_of_several_buckets_is_that_of_each(seed):
+    buckets = [small(n, ROWS[row]) for n, row in ((3, "O2"), (1, "FP32"), (5, "paper"))]
+    common = [settings(ROWS[row], 10.0**-n) for n, row in enumerate(("O2", "FP32", "paper"))]
+    together = kernels.adamw_prepare(buckets, common)
+    assert together.ok and not together.maxima.any()
+    for bucket, own, span in zip(buckets, common, together.spans, strict=True):
+        alone = kernels.adamw_prepare([bucket], [own])
+        for name in ("scalars", "keys", "scales", "maxima"):
+            assert same_bits(getattr(together, name)[span], getattr(alone, name)), name
+        for row, one in enumerate(bucket):
+            assert alone.keys[row] == kernels.make_key(7, one.step + 1, 0, "cpu")
+
+
+@pytest.mark.parametrize("row", ["O2", "paper", "FP32"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_commit_stores_all_or_nothing(row, bad, seed):
+    bucket, other = small(4, ROWS[row]), small(2, ROWS["FP32"])
+    if bad:
+        other[1] = other[1]._replace(grad_amax=torch.tensor(math.nan))
+    before = [[None if part is None else part.clone() for part in one] for one in (*bucket, *other)]
+    prepared = kernels.adamw_prepare([bucket, other], [settings(ROWS[row]), settings(ROWS["FP32"])])
+    prepared.maxima.uniform_()
+    kernels.adamw_commit([bucket, other], prepared, prepared.ok)
+    assert bool(prepared.ok) != bad
+    for number, (old, new) in enumerate(zip(before, (*bucket, *other), strict=True)):
+        assert new.step == old[0] + (not bad)
+        assert torch.equal(new.maxima, old[4] if bad else prepared.maxima[number])
+        for which in range(3):
+            scale = new.scales[which]
+            assert (scale is None) == (old[1 + which] is None)
+            assert scale is None or scale == (old[1 + which] if bad else prepared.scales[number, which])

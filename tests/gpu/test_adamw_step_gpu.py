@@ -157,3 +157,19 @@ def test_keys_are_those_of_make_key(seed):
         keys = cuda.adamw_prepare(on(own), [SETTINGS._replace(seed=number)]).keys
         for one, key in zip(own[0], keys[:20], strict=True):
             assert key == kernels.make_key(number, one.step + 1, 0, "cpu")
+
+
+@pytest.mark.gpu
+def test_settings_compile_nothing(seed):
+    """Nor do other numbers of parameters."""
+    from octavo.kernels.cuda.adamw_step_kernels import _adamw_commit, _adamw_prepare
+
+    def compiled() -> list[int]:
+        return [len(cache[0]) for kernel in (_adamw_prepare, _adamw_commit) for cache in kernel.device_caches.values()]
+
+    check([[numbers(O2) for _ in range(3)]], [SETTINGS])
+    before = compiled()
+    for count in (1, 16, 200):
+        for lr in (0.0, 1.0, 1e-5, torch.tensor(0.1)):
+            check([[numbers(O2) for _ in range(count)]], [SETTINGS._replace(lr=lr, maximize=True, seed=count)])
+    assert compiled() == before
