@@ -109,6 +109,8 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
         changes["train.compile=true"] = {"compiled": True}
     if setup.recipe.converts is False or setup.recipe.master is None:
         changes["recipe=O2"] = {"recipe": RECIPES["O2"]}
+    if not setup.model.fused and setup.recipe.scaling == "current":
+        changes["model.fused=true"] = {"fused": True}
     if setup.release == "none":
         changes["optim.release=partial train.micro_batches=1"] = {"release": "partial", "micro_batches": 1}
     modes = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[
@@ -123,7 +125,9 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
         for word, change in changes.items():
             chosen |= change
             words.append(word)
-            yield " ".join(words), replace(setup, model=model, **chosen)
+            others = {field: value for field, value in chosen.items() if field != "fused"}
+            fused = replace(model, fused=chosen.get("fused", model.fused))
+            yield " ".join(words), replace(setup, model=fused, **others)
 
 
 def format_plan(plan: Plan) -> str:
@@ -135,7 +139,7 @@ def format_plan(plan: Plan) -> str:
         f"{plan.name}: {s.model.dialect.upper()}, {parameters / 1e9:.2f}B parameters ({s.converted_parameters / 1e9:.2f}B in converted "
         f"layers, vocabulary {s.model.vocab_size:,}), recipe {s.recipe.name}",
         f"micro-batch {s.micro_batch} x {s.seq_len:,} tokens, {s.micro_batches} a step, recompute {s.model.recompute}, "
-        f"release {s.release}, {'compiled' if s.compiled else 'not compiled'}",
+        f"release {s.release}, {'compiled' if s.compiled else 'not compiled'}{_fused_words(s)}",
         *([f"stay as they are, since FP8 is slower: {named(s.left)} (model.break_even)"] if s.left else []),
         "",
         f"{'at the peak':<18} {'GiB':>9} {'B/parameter':>12}",
@@ -157,6 +161,12 @@ def format_plan(plan: Plan) -> str:
         NOT_MODELLED,
     ]
     return "\n".join(lines)
+
+
+def _fused_words(setup: Setup) -> str:
+    if setup.fused or not setup.model.fused:
+        return ", blocks fused" if setup.fused else ""
+    return ", blocks not fused: not all of their layers are FP8, or a compiler cannot trace delayed scaling"
 
 
 def kept_per_token(setup: Setup) -> dict[str, float]:

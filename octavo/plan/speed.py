@@ -4,8 +4,8 @@
 
 It is an estimate from below: kernels that reach their ceilings, nothing on the host, no launches. Element-wise work is counted as
 passes over the activations, each cast, norm and activation function reading its input and writing its output once where blocks are
-compiled, and as octavo's eager operations run where they are not. A real step is some 10 to 25% longer for large models; for models of
-a few hundred million parameters launches dominate, and this says little.
+compiled, and as octavo's eager operations run where they are not; in fused blocks, as their kernels read and write. A real step is some
+5 to 25% longer for large models; for models of a few hundred million parameters launches dominate, and this says little.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from octavo.plan.ceilings import Ceiling
 from octavo.plan.shapes import Setup
+
+FUSED_SPEED = 1.15
+"""Bytes a second of the kernels of fused blocks, in those of a compiled cast: 3.8 TB/s in the profile of a step on an H200."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class StepTime:
 
 def step_time(setup: Setup, gpu: Ceiling) -> StepTime:
     """The time of one optimizer step on `gpu`, at its ceilings."""
-    m, n, e, layers = setup.model, setup.tokens * setup.micro_batches, setup.itemsize, setup.model.n_layers
+    m, n, layers = setup.model, setup.tokens * setup.micro_batches, setup.model.n_layers
     again = 1 if m.recompute == "full" else 0
     backwards = 2 if setup.release == "two_pass" else 1  # a second backward repeats what is recomputed as well
     again *= backwards
@@ -59,17 +62,19 @@ def step_time(setup: Setup, gpu: Ceiling) -> StepTime:
     seconds["attention"] = (
         scores * (1 + extra) / gpu.attention_forward + 2 * scores * backwards / gpu.attention_backward
     )
-    forward, backward = _passes(setup)
-    seconds["element-wise"] = n * layers * e * (forward * (1 + again) + backward * backwards) / gpu.elementwise
+    forward, backward = _fused_bytes(setup) if setup.fused else _bytes(setup)
+    rate = gpu.elementwise * (FUSED_SPEED if setup.fused else 1)
+    seconds["element-wise"] = n * layers * (forward * (1 + again) + backward * backwards) / rate
     seconds["optimizer"] = _optimizer_bytes(setup) / gpu.copy
     casts = 1 if not setup.compiled or not setup.accumulates else setup.micro_batches
-    seconds["weight casts"] = layers * fp8 * 6 * casts / gpu.elementwise
+    gradients = 0 if setup.recipe.grad is None else setup.micro_batches  # each read twice and written
+    seconds["weight casts"] = layers * fp8 * (6 * casts + 5 * gradients) / gpu.elementwise
     return StepTime({k: v for k, v in seconds.items() if v}, n, n * m.flops_per_token(setup.seq_len))
 
 
-def _passes(setup: Setup) -> tuple[float, float]:
-    """Elements of activations read or written a token and layer in forward and in backward, one pass for each fused operation."""
-    m = setup.model
+def _bytes(setup: Setup) -> tuple[float, float]:
+    """Bytes of activations read or written a token and layer in forward and in backward, one pass for each thing that a compiler fuses."""
+    m, e = setup.model, setup.itemsize
     d, a = m.dim, m.attention_width
     qkv, up, f = setup.linears["qkv"][1], setup.linears["up"][1], m.ffn_width
     # A cast reads its input twice (maximum, cast) and writes one byte for each of two layouts: 3 elements of two bytes.
@@ -77,7 +82,28 @@ def _passes(setup: Setup) -> tuple[float, float]:
     forward = 2 * (2 * d) + 2 * (3 * d) + 2 * qkv + up + f + cast * (2 * d + a + f)
     backward = 2 * (4 * d) + 2 * (3 * d) + 2 * qkv + 2 * up + f + cast * (2 * d + qkv + up)
     unfused = 1.0 if setup.compiled else 1.6  # rotation in FP32 pieces, products apart: an estimate
-    return unfused * forward, unfused * backward
+    return unfused * e * forward, unfused * e * backward
+
+
+def _fused_bytes(setup: Setup) -> tuple[float, float]:
+    """The same of blocks through `octavo.linear.fused`; two layouts of codes are 2 bytes."""
+    m, e = setup.model, setup.itemsize
+    d, a, f = m.dim, m.attention_width, m.ffn_width
+    qkv, up = setup.linears["qkv"][1], setup.linears["up"][1]
+    turn = m.positions == "rotary"
+    forward = e * 4 * d + 2 * (e * d + 2 * d)  # statistics of both norms, the second with a residual sum; their casts
+    forward += turn * e * (qkv + a) + (e + 2) * a  # queries and keys in place; the cast of attention's output
+    forward += e * up + 2 * f + e * 3 * d  # the activation and its cast; the last sum
+    backward = 2 * (e + 2) * d + (e + 2) * qkv  # casts of the output gradients
+    backward += (
+        e * (f + up) + 2 * up + e * (8 * d + 2 * qkv)
+    )  # the activation's gradient; those of the norms and of the heads
+    if setup.recipe.scaling == "current":  # a bias has its sum from the pass for the maximum
+        forward += e * (a + up)
+        backward += e * (f + up + m.ffn_bias * d + m.out_bias * d + m.qkv_bias * qkv)
+    if m.recompute == "selective" and up > f:
+        backward += e * up + f
+    return forward, backward
 
 
 def _optimizer_bytes(setup: Setup) -> float:
