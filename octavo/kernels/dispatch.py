@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 from torch import Tensor
@@ -11,8 +12,12 @@ from octavo.kernels import reference
 
 def backend(x: Tensor) -> ModuleType:
     """The module whose functions run on `x`. Triton is imported at the first CUDA tensor, so that CPU needs no Triton."""
-    if x.is_cuda:
-        from octavo.kernels import cuda
+    return _cuda() if x.is_cuda else reference
 
-        return cuda
-    return reference
+
+@cache
+def _cuda() -> ModuleType:
+    """Found once: an import statement takes half a microsecond of each call."""
+    from octavo.kernels import cuda
+
+    return cuda

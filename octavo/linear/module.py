@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from octavo.formats import Format
 from octavo.linear import tracing
 from octavo.linear.gemm import Gemms, LinearFunction
-from octavo.linear.operand import Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
+from octavo.linear.operand import Operand, cast_and_sum, drop_weight_cache, scaled_gradient, weight_operand
 from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, watch_gradient
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling
@@ -81,62 +81,59 @@ class FP8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: a parametrization computes it anew, and without gradient under `no_grad`
-        k, n = weight.shape if self.input_first else weight.shape[::-1]
-        if x.shape[-1:] != (k,) or not x.is_floating_point():
-            raise ValueError(f"the layer takes floating [..., {k}], but the input is {x.dtype} {tuple(x.shape)}")
-        backward = torch.is_grad_enabled()
-        if not is_compiling():
+        recipe = self.recipe
+        shape, first, training, stats = x.shape, self.input_first, self.training, self.stats
+        k = weight.shape[0 if first else 1]
+        if not shape or shape[-1] != k or not x.is_floating_point():
+            raise ValueError(f"the layer takes floating [..., {k}], but the input is {x.dtype} {tuple(shape)}")
+        backward, compiling = torch.is_grad_enabled(), is_compiling()
+        if not compiling:
             if not is_watched(weight):
                 self.watch_gradient()
-        elif self.training and backward:
+        elif training and backward:
             for _, scaling in self._scalings():
                 scaling.expect_record()
-        flat, device = x if x.dim() == 2 else x.reshape(-1, k), x.device.type
+        flat, device = x if len(shape) == 2 else x.reshape(-1, k), x.device.type
         gemms = Gemms(
-            self.recipe,
+            recipe,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
-            self.input_first,
-            self.gradient_format is not None,
-            self.grad_output_scaling if self.training else None,
-            self.stats,
+            first,
+            self.exclusive and recipe.grad is not None,
+            self.grad_output_scaling if training else None,
+            stats,
         )
-        x_operand = self._input_operand(x, flat, wgrad=backward and weight.requires_grad, record=backward)
-        w_operand = self._weight_operand(weight, dgrad=backward and x.requires_grad)
+        assert recipe.weight is not None
+        x_operand = self._input_operand(x, flat, backward and weight.requires_grad, backward, compiling)
+        # With the half that dgrad reads, if that can stay until then.
+        dgrad = backward and not compiling and x.requires_grad
+        w_operand = weight_operand(
+            weight,
+            recipe.weight,
+            power_of_two=recipe.power_of_two,
+            row=dgrad or not first,
+            col=dgrad or first,
+            stats=None if stats is None else stats["weight"],
+        )
         y = LinearFunction.apply(flat, weight, self.bias, x_operand, w_operand, gemms)
-        return y if flat is x else y.reshape(*x.shape[:-1], n)
+        return y if flat is x else y.reshape(*shape[:-1], weight.shape[1 if first else 0])
 
-    def _input_operand(self, x: Tensor, flat: Tensor, wgrad: bool, record: bool) -> Operand:
+    def _input_operand(self, x: Tensor, flat: Tensor, wgrad: bool, record: bool, compiling: bool) -> Operand:
         """The operand of the input; its transpose only for wgrad. Only a forward with gradients counts for later scales."""
         fmt, power_of_two = self.recipe.input, self.recipe.power_of_two
         assert fmt is not None
         scaling = self.input_scaling if self.training else None
         stats = None if self.stats is None else self.stats["input"]
         # Only an activation is shared: autograd made it, so nobody keeps it as a buffer and refills it behind our back.
-        shared = scaling is None and stats is None and not is_compiling() and x.grad_fn is not None
-        tag = (x._version, fmt, power_of_two) if shared else None
-        cached = getattr(x, "_octavo_cast", None) if shared else None
-        if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
-            return cached[1]
-        operand = cast_operand(
-            flat, fmt, power_of_two=power_of_two, col=wgrad, scaling=scaling, record=record, stats=stats
-        )
+        shared = not compiling and scaling is None and stats is None and x.grad_fn is not None
+        if shared:
+            tag = (x._version, fmt, power_of_two)
+            cached = getattr(x, "_octavo_cast", None)
+            if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
+                return cached[1]
+        operand, _ = cast_and_sum(flat, fmt, power_of_two, True, wgrad, False, scaling, record, None, stats)
         if shared:
             x._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
         return operand
-
-    def _weight_operand(self, weight: Tensor, dgrad: bool) -> Operand:
-        """The operand of the weight; with the half that dgrad reads, if that can stay until then."""
-        fmt = self.recipe.weight
-        assert fmt is not None
-        dgrad = dgrad and not is_compiling()
-        return weight_operand(
-            weight,
-            fmt,
-            power_of_two=self.recipe.power_of_two,
-            row=dgrad or not self.input_first,
-            col=dgrad or self.input_first,
-            stats=None if self.stats is None else self.stats["weight"],
-        )
 
     # --- storage of the weight and of its gradient
 

@@ -71,6 +71,12 @@ def _view(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
+def _detach(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """`_view` for the one view that every step takes of each gradient, when autograd stores it. (A tracer needs aliases kept.)"""
+    x, plain = args[0], type(args[0].codes) is Tensor
+    return ScaledTensor._wrap(x._storage, x.codes, x._path, x.dtype, x.residual_on_add) if plain else NotImplemented
+
+
 def _decompose(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Composite operators arrive whole in inference mode; their parts may be views."""
     return func.decompose(*args, **kwargs)
@@ -280,6 +286,7 @@ def _record_stream(func: Any, args: Arguments, kwargs: Keywords) -> None:
 
 
 _HANDLERS: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
+    aten.detach.default: _detach,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _empty,
