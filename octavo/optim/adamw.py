@@ -117,7 +117,7 @@ class AdamW(torch.optim.Optimizer):
         buckets: dict[tuple, Bucket] = {}
         for number, param, parts, offset in found:
             formats, slot = self._slot(param, parts, offset)
-            key = (number, slot.codes.device, id(formats), slot.residual is not None)
+            key = (number, slot.codes.get_device(), id(formats), slot.residual is not None)
             buckets.setdefault(key, Bucket(self.param_groups[number], formats)).slots.append(slot)
         return list(buckets.values())
 

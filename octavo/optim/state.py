@@ -65,8 +65,12 @@ class Slot:
         """Changes when anybody but the kernel writes into one of the stored tensors, or replaces it."""
         codes, first, second = self.codes, self.exp_avg, self.exp_avg_sq
         return (
-            *(codes.data_ptr(), first.data_ptr(), second.data_ptr()),
-            *(codes._version, first._version, second._version),
+            codes.data_ptr(),
+            first.data_ptr(),
+            second.data_ptr(),
+            codes._version,
+            first._version,
+            second._version,
         )
 
     def numbers(self, formats: UpdateFormats, maxima: Tensor, grad_amax: Tensor) -> kernels.Numbers:

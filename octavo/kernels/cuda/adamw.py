@@ -56,17 +56,19 @@ def adamw(
     """See `octavo.kernels.reference.adamw.adamw`."""
     tile = max(TILE, formats.exp_avg_block or 0, formats.exp_avg_sq_block or 0)
     chunk = max(CHUNK, tile)
-    alike: dict[tuple, list[tuple[int, ...]]] = {}
+    alike: dict[tuple, tuple[list[int], list[int], list[int]]] = {}
     for row, one in enumerate(operands):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in one[:7]]
         numel = one.param.numel()
         kind = one.grad.dtype, one.offset + numel > 2**32, reduce(or_, addresses) % ALIGNMENT == 0
-        alike.setdefault(kind, []).append((row, *addresses, numel, one.offset))
+        rows, sizes, words = alike.setdefault(kind, ([], [], []))
+        rows.append(row)
+        sizes.append(numel)
+        words += addresses
+        words += (numel, one.offset)
     device, residual = ok.device, operands[0].residual is not None
-    for (grad_dtype, wide, all_aligned), members in alike.items():
-        rows = [member[0] for member in members]
-        numels = tuple(member[-2] for member in members)
-        table = upload([word for member in members for word in member[1:]], device)
+    for (grad_dtype, wide, all_aligned), (rows, sizes, words) in alike.items():
+        table, numels = upload(words, device), tuple(sizes)
         numbers = None if len(rows) == len(operands) else upload(rows, device)
         own = (scalars, keys, amaxes) if numbers is None else (scalars[numbers], keys[numbers], amaxes[numbers])
         tables = chunk_table(numels, tile, device, chunk), tail_table(numels, tile, device)

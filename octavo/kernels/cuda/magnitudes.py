@@ -44,11 +44,11 @@ def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:
     for (dtype, residual, all_aligned), numbers in alike.items():
         chosen = [tensors[number] for number in numbers]
         numels = tuple(one.values.numel() for one in chosen)
-        rows = [
-            [one.values.data_ptr(), 0 if one.residual is None else one.residual.data_ptr(), numel, number]
-            for one, numel, number in zip(chosen, numels, numbers, strict=True)
-        ]
-        table, chunks = upload(rows, device), chunk_table(numels, TILE, device)
+        words: list[int] = []
+        for one, numel, number in zip(chosen, numels, numbers, strict=True):
+            low = 0 if one.residual is None else one.residual.data_ptr()
+            words += (one.values.data_ptr(), low, numel, number)
+        table, chunks = upload(words, device), chunk_table(numels, TILE, device)
         parts = torch.empty(len(chunks), dtype=torch.float64, device=device)
         with on_device(amaxes):
             for masked, programs in ((False, chunks), (True, tail_table(numels, TILE, device))):
