@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.convert import convert
+from octavo.distributed.buckets import Bucket
+from octavo.distributed.layout import Layout
 from octavo.formats import E4M3, FP16
 from octavo.kernels import Values
 from octavo.linear import scaled_gradient
@@ -77,6 +79,14 @@ def test_changes_in_place_make_it_void(seed):
     grad = scaled_gradient(torch.randn(8, 16), torch.float32)
     for other in (grad.clone(), copy.deepcopy(grad), grad.codes.clone()):
         assert known_amax(getattr(other, "codes", other)) is None
+
+
+def test_a_reduction_over_ranks_makes_it_void(seed):
+    """Which writes codes by kernels of its own."""
+    grad = scaled_gradient(torch.randn(8, 16), torch.float32)
+    bucket = Bucket([], Layout([grad.shape], 1), torch.zeros(1), grads=[grad])
+    bucket.drop_residuals()
+    assert known_amax(grad.codes) is None
 
 
 @pytest.mark.parametrize("accumulated", [False, True])

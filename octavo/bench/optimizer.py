@@ -1,8 +1,9 @@
 """`octavo bench optimizer`: the step of AdamW over the linear layers of a model, beside other optimizers with small states.
 
 Three steps with gradients that differ are checked first: the distance to FP32 AdamW over the layers of the first block, relative to how
-far that moved the weights. Then the last step is timed again and again. BF16 weights have no master, unless the optimizer keeps one
-of its own; their rounding, at a learning rate of 1e-3, is a few per cent of the movement.
+far that moved the weights. Then the last step is timed again and again. As in training, an FP8 gradient knows the largest magnitude of
+its codes, so that the step reads it once. BF16 weights have no master, unless the optimizer keeps one of its own; their rounding, at a
+learning rate of 1e-3, is a few per cent of the movement.
 
 Bytes a parameter are those of weights, gradients and states: on a GPU what its allocator says, and the most that it held during a step.
 """
