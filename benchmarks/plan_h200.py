@@ -29,7 +29,7 @@ from octavo.train.setup import build_model, build_optimizer, build_release
 
 VOCABULARY = 50_257
 TWENTY = ("model.dim=6144", "model.n_layers=44", "model.n_heads=48")
-ONE = "train.micro_batches=1"
+ONE, FUSED = "train.micro_batches=1", "model.fused=true"
 CASES: dict[str, tuple[str, ...]] = {
     "125m bf16": ("gpt_125m", "recipe=bf16", "data.micro_batch=32", ONE),
     "125m": ("gpt_125m", "data.micro_batch=32", ONE),
@@ -49,6 +49,22 @@ CASES: dict[str, tuple[str, ...]] = {
     "20b full, release": (
         "gpt_13b",
         *TWENTY,
+        "data.micro_batch=8",
+        ONE,
+        "model.recompute=full",
+        "optim.release=partial",
+    ),
+    "125m fused eager": ("gpt_125m", FUSED, "data.micro_batch=32", ONE, "train.compile=false"),
+    "7b fused": ("gpt_7b", FUSED, "data.micro_batch=2", ONE),
+    "7b fused, 8": ("gpt_7b", FUSED, "data.micro_batch=8", ONE),
+    "7b fused eager": ("gpt_7b", FUSED, "data.micro_batch=2", ONE, "train.compile=false"),
+    "llama 7b fused selective": ("llama_7b", FUSED, "data.micro_batch=4", ONE, "model.recompute=selective"),
+    "13b fused accumulating": ("gpt_13b", FUSED, "data.micro_batch=1", "train.micro_batches=3"),
+    "20b fused full": ("gpt_13b", *TWENTY, FUSED, "data.micro_batch=2", ONE, "model.recompute=full"),
+    "20b fused full, release": (
+        "gpt_13b",
+        *TWENTY,
+        FUSED,
         "data.micro_batch=8",
         ONE,
         "model.recompute=full",

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -145,7 +146,7 @@ def compiled_block(setup: Setup, seed: int = 0) -> tuple[int, int]:
 
     def keep(module, _):
         graphs.append(module.graph)
-        return module.forward
+        return make_boxed_func(module.forward)
 
     model = Transformer.build(setup.model, setup.recipe, seed=seed)
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)

@@ -109,7 +109,8 @@ class Backward(Forward):
             self.block(layer)
             again = None
         self.linear_backward(layer, "ffn out", "dh", self.wide, self.codes, again)
-        t.drop(f"x {layer + 1}" if layer + 1 < s.model.n_layers and not self.plain_rms else "")
+        last = layer + 1 == s.model.n_layers and not self.full
+        t.drop("" if last or self.plain_rms else f"x {layer + 1}")
         t.drop(k + "activated")
         if self.llama:
             if not t.alive(k + "silu"):
