@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.cuda.launch import on_device
+from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import magnitude_bits, merge_e4m11
 from octavo.kernels.cuda.tables import (
     CHUNK,
@@ -50,15 +50,14 @@ def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:
             words += (one.values.data_ptr(), low, numel, number)
         table, chunks = upload(words, device), chunk_table(numels, TILE, device)
         parts = torch.empty(len(chunks), dtype=torch.float64, device=device)
-        with on_device(amaxes):
-            for masked, programs in ((False, chunks), (True, tail_table(numels, TILE, device))):
-                if len(programs):
-                    _magnitudes[(len(programs),)](
-                        table, programs, amaxes, sums if masked else parts,
-                        TRITON_DTYPES[dtype], residual, all_aligned, TILE, TILE if masked else CHUNK, masked,
-                        num_warps=8, enable_fp_fusion=False,
-                    )  # fmt: skip
-            _add_parts[(len(chosen),)](table, chunk_starts(numels, TILE, device), parts, sums, 1024, num_warps=4)
+        for masked, programs in ((False, chunks), (True, tail_table(numels, TILE, device))):
+            if len(programs):
+                _launch_magnitudes(
+                    len(programs),
+                    (table, programs, amaxes, sums if masked else parts),
+                    *(TRITON_DTYPES[dtype], residual, all_aligned, TILE, TILE if masked else CHUNK, masked),
+                )
+        _launch_add_parts(len(chosen), (table, chunk_starts(numels, TILE, device), parts, sums), 1024)
     return amaxes.view(torch.float32), sums
 
 
@@ -125,3 +124,7 @@ def _add_parts(
         index = begin + tl.arange(0, TILE)
         total += tl.load(parts_ptr + index, index < stop, other=0.0)
     tl.store(sums_ptr + number, tl.load(sums_ptr + number) + tl.sum(total, 0))
+
+
+_launch_magnitudes = Launcher(_magnitudes, num_warps=8, enable_fp_fusion=False)
+_launch_add_parts = Launcher(_add_parts, num_warps=4)
