@@ -244,6 +244,7 @@ def test_ops_are_functional_and_their_fakes_agree(seed):
     checks = ("test_schema", "test_faketensor")
     for mean, bias in ((level, shift), (level, None), (None, None)):
         torch.library.opcheck(op.norm_stats, (x, weight, bias, EPS, mean is not None), test_utils=checks)
+        torch.library.opcheck(op.add_norm_stats, (x, x + 1, weight, bias, EPS, mean is not None), test_utils=checks)
         for row, col, amax, count in ((True, True, True, True), (False, True, False, False), (True, False, True, True)):
             args = (x, weight, bias, mean, rstd, scale, E4M3.dtype, row, col, amax, count)
             torch.library.opcheck(op.norm_cast, args, test_utils=checks)

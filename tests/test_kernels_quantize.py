@@ -106,7 +106,11 @@ def test_ops_are_functional_and_their_fakes_agree(seed):
     x, unit = torch.randn(5, 20), torch.tensor(2.0)
     checks = ("test_schema", "test_faketensor")
     op = torch.ops.octavo
-    for args in ((True, True, True, True, unit, True), (False, False, True, False, None, False)):
+    for args in (
+        (True, True, True, True, None, False, unit, True),
+        (False, False, True, False, unit, False, None, False),
+        (True, True, False, False, None, True, unit, False),
+    ):
         torch.library.opcheck(op.quantize, (x, E5M2.dtype, *args), test_utils=checks)
     for count in (True, False):
         torch.library.opcheck(op.cast_current, (x, E4M3.dtype, count), test_utils=checks)

@@ -97,9 +97,26 @@ def test_compiled_regions_give_the_same_bits(backward, seed):
     assert_same_bits(compiled(qkv), kernels.rotary(qkv + 1, cos, sin, 4, backward=backward))
 
 
-def test_the_operator_is_sound(seed):
-    qkv = torch.randn(2, 5, 6, 8)
-    torch.library.opcheck(torch.ops.octavo.rotary.default, (qkv, *table(2, 5, 8, True), 4, False))
+def test_compiled_regions_turn_in_place_and_back(seed):
+    qkv = torch.randn(2, 5, 6, 8).bfloat16()
+    cos, sin = table(2, 5, 8, False)
+
+    def step(x):
+        y = x + 1
+        kernels.rotary_(y, cos, sin, 4)
+        return y, *kernels.rotary_backward(y[:, :, :2], y[:, :, 2:4], y[:, :, 4:], cos, sin)
+
+    for got, want in zip(torch.compile(step, backend="aot_eager", fullgraph=True)(qkv), step(qkv), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_the_operators_are_sound(seed):
+    qkv, turned = torch.randn(2, 5, 6, 8), table(2, 5, 8, True)
+    torch.library.opcheck(torch.ops.octavo.rotary.default, (qkv, *turned, 4, False))
+    torch.library.opcheck(torch.ops.octavo.rotary_.default, (qkv, *turned, 4))
+    for tables in (turned, (None, None)):
+        args = (qkv[:, :, :2].transpose(0, 1).contiguous().transpose(0, 1), qkv[:, :, 2:4], qkv[:, :, 4:], *tables)
+        torch.library.opcheck(torch.ops.octavo.rotary_backward.default, args)
 
 
 def test_shapes_that_cannot_be_are_said():

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.formats import E5M2
-from octavo.linear import FP8Linear
+from octavo.kernels import reference
+from octavo.linear import FP8Linear, drop_weight_cache
 from octavo.linear.operand import known_amax, remember_amax
 from octavo.linear.stats import collect_stats
 from octavo.models import Transformer, TransformerConfig
 from octavo.models.layers import document_places, rotary_table
+from octavo.optim import AdamW
 from octavo.recipe import O2, Recipe
 
 DIALECTS = ("gpt", "llama")
@@ -107,29 +109,107 @@ def test_frozen_weights_get_no_gradient_and_change_no_other(dialect, seed):
     assert all(torch.equal(got[name], wanted[name]) for name in got)
 
 
-def block_gradients(block: nn.Module, x: Tensor, grad: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """The output of a block of `model`, the gradient of its input, and those of its parameters."""
+def block_gradients(block: nn.Module, x: Tensor, grad: Tensor, mask: Tensor | None, keep: bool = False) -> list[Tensor]:
+    """The output of a block of `model`, the gradient of its input, and those of its parameters, which stay there if `keep`."""
     cos, sin = rotary_table(x.shape[1], 16, 10_000.0, x.device)
     leaf = x.clone().requires_grad_()
     y = block(leaf, cos, sin, mask)
     y.backward(grad)
-    gradients = [p.grad.dequantize() if hasattr(p.grad, "codes") else p.grad for p in block.parameters()]
-    block.zero_grad()
+    gradients = [p.grad.dequantize() if hasattr(p.grad, "codes") else p.grad.clone() for p in block.parameters()]
+    if not keep:
+        block.zero_grad()
     return [y.detach(), leaf.grad, *gradients]
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", [{}, {"positions": "learned"}, {"n_kv_heads": 2}, {"qkv_bias": True}], ids=str)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_joined_sums_and_cuts_change_no_bit(dialect, options, masked, seed, monkeypatch):
-    """What eager blocks do inside of their functions, against what compiled ones do between them. (FP32: nothing is rounded between.)"""
-    block = model(dialect, "O2", seed, fused=True, dtype=torch.float32, **options).blocks[0]
-    x, grad = torch.randn(2, 31, 64), torch.randn(2, 31, 64)
-    mask = document_places(torch.randint(3, (2, 31)).sort(dim=1).values)[1] if masked else None
-    got = block_gradients(block, x, grad, mask)
-    monkeypatch.setattr("octavo.models.fused.is_compiling", lambda: True)
-    want = block_gradients(block, x, grad, mask)
-    assert all(map(torch.equal, got, want))
+def test_joined_sums_and_cuts_are_those_of_separate_layers(dialect, options, masked, seed):
+    """(FP32, in which nothing is rounded between.)"""
+    want, got = (
+        block_gradients(
+            model(dialect, "O2", seed, fused=f, dtype=torch.float32, **options).blocks[0], *block_inputs(seed, masked)
+        )
+        for f in (False, True)
+    )
+    assert all(error(one, other) < 0.02 for one, other in zip(got, want, strict=True))
+
+
+def block_inputs(seed: int, masked: bool = False, dtype: torch.dtype = torch.float32):
+    """x, the gradient of the output, a mask, for `block_gradients`."""
+    generator = torch.Generator().manual_seed(seed)
+    x, grad = torch.randn(2, 2, 31, 64, generator=generator).to(dtype)
+    documents = torch.randint(3, (2, 31), generator=generator).sort(dim=1).values
+    return x, grad, document_places(documents)[1] if masked else None
+
+
+COMPILED = [
+    *((options, mask, "aot_eager") for options, mask in [({"positions": "learned"}, False), ({"n_kv_heads": 2}, True)]),
+    ({"recompute": "selective"}, False, "aot_eager"),
+    pytest.param({}, False, "inductor", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("options", "masked", "backend"), COMPILED, ids=str)
+@pytest.mark.parametrize("recipe", ["O1", "O2"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_compiled_gradients_are_those_of_eager_blocks(dialect, recipe, options, masked, backend, seed):
+    """Every one of them, at each call, and none is zero. (A loss does not tell: it comes before the gradients of its step.)"""
+    options, inputs = {**options, "dtype": torch.bfloat16}, block_inputs(seed, masked, torch.bfloat16)
+    eager, traced = (model(dialect, recipe, seed, fused=True, **options).blocks[0] for _ in range(2))
+    traced.compile(fullgraph=True, backend=backend)
+    for _ in range(2):
+        want, got = (block_gradients(block, *inputs) for block in (eager, traced))
+        assert len(got) == 2 + len(list(eager.parameters()))
+        assert all(one.count_nonzero() > 0 for one in got)
+        assert all(map(torch.equal, got, want))
+
+
+def test_known_maxima_compile_nothing_again_and_change_no_bit(seed):
+    """From a step of the optimizer on, codes of weights are not read for their maxima; other writes are seen, compiled or not."""
+    counted = torch._dynamo.utils.counters["stats"]
+    runs = []
+    for compiled in (False, True):
+        one = model("gpt", "O2", seed, fused=True, n_layers=1)
+        block, optimizer = one.blocks[0], AdamW(one.parameters(), lr=0.03)
+        if compiled:
+            block.compile(fullgraph=True, backend="aot_eager")
+        codes, results, known = block.attention.qkv.weight.codes, [], []
+        for step in range(6):
+            results += block_gradients(block, *block_inputs(seed + step), keep=True)
+            known.append(known_amax(codes))
+            assert torch.equal(known[-1], kernels.amax(codes))
+            if step == 2:
+                with torch.no_grad():
+                    block.attention.qkv.weight.mul_(3 * torch.rand(192, 64))
+                assert known_amax(codes) is None
+            else:
+                optimizer.step()
+                assert torch.equal(known_amax(codes), kernels.amax(codes))
+            optimizer.zero_grad()
+            if step == 0:
+                graphs = counted["unique_graphs"]
+        assert counted["unique_graphs"] == graphs
+        runs.append(results)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_is_read_for_its_maximum_once(compiled, seed, monkeypatch):
+    read: list[tuple[int, ...]] = []
+    amax = reference.amax
+    monkeypatch.setattr(reference, "amax", lambda x, **k: read.append(tuple(x.shape)) or amax(x, **k))
+    block = model("gpt", "O2", seed, fused=True).blocks[0]
+    if compiled:
+        block.compile(fullgraph=True, backend="aot_eager")
+    shapes = {(192, 64), (144, 64), (64, 144)}
+    for expected in (shapes, set()):
+        read.clear()
+        block_gradients(block, *block_inputs(seed))
+        assert {shape for shape in read if shape in shapes} == expected
+        assert len([shape for shape in read if shape in shapes]) == len(expected)
+    drop_weight_cache(block.parameters())
+    assert known_amax(block.attention.qkv.weight.codes) is None
 
 
 def test_whoever_makes_a_gradient_finds_its_maximum(seed, monkeypatch):

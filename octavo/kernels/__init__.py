@@ -26,6 +26,7 @@ from octavo.kernels.activation import (
 )
 from octavo.kernels.dispatch import backend
 from octavo.kernels.gemm import scaled_mm_nt
+from octavo.kernels.maxima import known_amax, remember_amax
 from octavo.kernels.norm import add_norm_stats, norm_backward, norm_cast, norm_stats
 from octavo.kernels.quantize import cast_current, quantize, visible_scale
 from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
@@ -65,6 +66,7 @@ __all__ = [
     "cast_sum",
     "cast_transpose",
     "cast_transpose_amax",
+    "known_amax",
     "local_scales",
     "magnitudes",
     "make_key",
@@ -76,6 +78,7 @@ __all__ = [
     "pad_codes",
     "quantize",
     "random_bits",
+    "remember_amax",
     "rotary",
     "rotary_",
     "rotary_backward",

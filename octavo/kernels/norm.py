@@ -46,7 +46,7 @@ def norm_stats(
 def add_norm_stats(
     x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(x + addend, contiguous, in the dtype of x; mean, rstd and amax as `norm_stats` of it). Not for compiled regions.
+    """(x + addend, contiguous, in the dtype of x; mean, rstd and amax as `norm_stats` of it).
 
     `addend` [M, K] has the dtype of x. Raises `ValueError` as `norm_stats`, and for an addend of another shape or dtype.
     """
@@ -56,6 +56,9 @@ def add_norm_stats(
             f"the addend {addend.dtype} {tuple(addend.shape)} is to be like x, {x.dtype} {tuple(x.shape)}: a sum does not broadcast here"
         )
     x, addend, weight, bias = x.detach(), addend.detach(), weight.detach(), None if bias is None else bias.detach()
+    if is_compiling():
+        total, mean, rstd, amax = ops_norm.add_norm_stats(x, addend, weight, bias, eps, centered)
+        return total, mean if centered else None, rstd, amax
     return backend(x).add_norm_stats(x, addend, weight, bias, eps, centered=centered)
 
 

@@ -25,6 +25,23 @@ def _(x, weight, bias, eps, centered):
 
 
 @torch.library.custom_op(
+    "octavo::add_norm_stats",
+    mutates_args=(),
+    schema="(Tensor x, Tensor addend, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def add_norm_stats(x, addend, weight, bias, eps, centered):
+    total, mean, rstd, amax = backend(x).add_norm_stats(x, addend, weight, bias, eps, centered=centered)
+    return total, or_empty(mean, rstd, rstd.dtype), rstd, amax
+
+
+@add_norm_stats.register_fake
+def _(x, addend, weight, bias, eps, centered):
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    mean = torch.empty_like(rstd) if centered else rstd.new_empty(0)
+    return x.new_empty(x.shape), mean, rstd, rstd.new_empty(())
+
+
+@torch.library.custom_op(
     "octavo::norm_cast",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor scale, ScalarType dtype, bool row, bool col,"

@@ -6,16 +6,17 @@ import torch
 
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
+from octavo.kernels.maxima import kept_amax
 from octavo.kernels.ops import new_stats, or_empty, padded
 
 
 @torch.library.custom_op(
     "octavo::quantize",
     mutates_args=(),
-    schema="(Tensor x, ScalarType dtype, bool power_of_two, bool row, bool col, bool column_sum, Tensor? unit, bool count)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, ScalarType dtype, bool power_of_two, bool row, bool col, bool column_sum, Tensor? amax,"
+    " bool keep_amax, Tensor? unit, bool count) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def quantize(x, dtype, power_of_two, row, col, column_sum, unit, count):
+def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count):
     stats = new_stats(x, count)
     codes, codes_t, scale, inverse, sums = backend(x).quantize(
         x,
@@ -24,6 +25,7 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, unit, count):
         row=row,
         col=col,
         column_sum=column_sum,
+        amax=kept_amax(x) if keep_amax else amax,
         unit=unit,
         stats=stats if count else None,
     )
@@ -38,7 +40,7 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, unit, count):
 
 
 @quantize.register_fake
-def _(x, dtype, power_of_two, row, col, column_sum, unit, count):
+def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count):
     m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from octavo.formats import Format
 from octavo.kernels import ops_quantize
 from octavo.kernels.dispatch import backend
+from octavo.kernels.maxima import kept_amax
 
 
 def quantize(
@@ -25,6 +26,7 @@ def quantize(
     col: bool = True,
     column_sum: bool = False,
     amax: Tensor | None = None,
+    keep_amax: bool = False,
     unit: Tensor | None = None,
     return_inverse: bool = False,
     stats: Tensor | None = None,
@@ -40,7 +42,9 @@ def quantize(
         row, col: codes and codes_t that are not wanted are None.
         column_sum: sum the columns of x (not of the codes), FP32 [K]; the order of the terms is fixed, but is the device's. Else None.
         amax: that of x, FP32 0-d, if whoever made x knows it: then nothing is read for it. (Column sums are made from the first read, so
-            that with `column_sum` it is of no use.) Not for compiled regions.
+            that with `column_sum` it is of no use.)
+        keep_amax: x is read many times before it changes, as weights are: take its amax from the tensor, where the first call leaves it
+            (`octavo.kernels.maxima`).
         unit: FP32, 0-d: x stands for the real values x / unit, and the scale returned is the one of these.
         return_inverse: return 1 / scale as well, as a fifth result, for `scaled_mm_nt`.
         stats: as in `cast`.
@@ -49,12 +53,14 @@ def quantize(
     """
     if x.dim() != 2:
         raise ValueError(f"quantize takes a matrix, but x has shape {tuple(x.shape)}: flatten it to [tokens, features]")
+    if keep_amax and not is_compiling():
+        amax = kept_amax(x)
     if x.requires_grad:
         x = x.detach()
     if is_compiling():
         count = stats is not None
         codes, codes_t, scale, inverse, sums, counts = ops_quantize.quantize(
-            x, fmt.dtype, power_of_two, row, col, column_sum, unit, count
+            x, fmt.dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count
         )
         if stats is not None:
             stats += counts
@@ -93,11 +99,14 @@ def cast_current(
     return (codes, scale, largest) if return_amax else (codes, scale)
 
 
-def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def visible_scale(
+    scale: Tensor, amax: Tensor, unit: Tensor | None = None, *, pending: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(scale · unit, or NaN where amax is not finite; its reciprocal), all FP32, 0-d; no `unit` is 1.
 
-    For operands cast by other means than `quantize`: what saturation hides of `amax` then shows in every product.
+    For operands cast by other means than `quantize`: what saturation hides of `amax` then shows in every product. `pending` (FP32, 0-d)
+    is raised to amax, if that is finite: not for compiled regions.
     """
     if is_compiling():
         return ops_quantize.visible_scale(scale, amax, unit)
-    return backend(scale).visible_scale(scale, amax, unit)
+    return backend(scale).visible_scale(scale, amax, unit, pending)

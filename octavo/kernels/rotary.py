@@ -4,8 +4,9 @@ A rotation in plain PyTorch cuts queries and keys out, widens both to FP32 and w
 cast. Here each element is read once and written once, 4 bytes of BF16, and nothing is saved for backward but the table, because the
 gradient of a rotation is the rotation by the opposite angle. Over heads of 2·D bytes, H of queries and G of keys and of values:
 
-    rotary             H + 2·G read and written: values are copied along, so that the result is one tensor; what `torch.compile` sees
-    rotary_            H + G: in place, for a caller that owns the tensor and tells autograd of the change
+    rotary             H + 2·G read and written: values are copied along, so that the result is one tensor
+    rotary_            H + G: in place, for a caller that owns the tensor and tells autograd of the change; a compiler that functionalizes
+                       writes it back into the same memory, if it sees that nobody reads what was there
     rotary_backward    H + 2·G: three gradients become one matrix, with no concatenation before it and no pass for its maximum after it
 """
 
@@ -37,14 +38,18 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, backward: bool 
 
 
 def rotary_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """`rotary` in place, on a contiguous `qkv`: heads that do not turn are not touched. Not for compiled regions.
+    """`rotary` in place, on a contiguous `qkv`: heads that do not turn are not touched.
 
     Raises `ValueError` as `rotary`, and for a `qkv` that is not contiguous.
     """
     _check(qkv, cos, sin, heads)
     if not qkv.is_contiguous():
         raise ValueError(f"qkv {tuple(qkv.shape)} has strides {qkv.stride()}: what is turned in place is contiguous")
-    backend(qkv).rotary_(qkv.detach(), cos, sin, heads)
+    qkv = qkv.detach()
+    if is_compiling():
+        ops_rotary.rotary_(qkv, cos, sin, heads)
+    else:
+        backend(qkv).rotary_(qkv, cos, sin, heads)
 
 
 def rotary_backward(
@@ -53,7 +58,7 @@ def rotary_backward(
     """(gradient of qkv [B, T, H + 2·G, D], contiguous; its amax, FP32 0-d) from those of turned queries, turned keys and values.
 
     dq [B, T, H, D], dk and dv [B, T, G, D] of one dtype and any strides; the first two are turned back, each element as by `rotary`,
-    unless the table is None, and the last is copied. NaN and infinity reach the amax. Not for compiled regions.
+    unless the table is None, and the last is copied. NaN and infinity reach the amax.
 
     Raises `ValueError` for shapes or dtypes that do not match, or as `rotary`.
     """
@@ -65,7 +70,10 @@ def rotary_backward(
         raise ValueError(f"dq, dk and dv are {dq.dtype}, {dk.dtype} and {dv.dtype}: one tensor has one dtype")
     if cos is not None and sin is not None:
         _check(dq, cos, sin, dq.shape[2])
-    return backend(dq).rotary_backward(dq.detach(), dk.detach(), dv.detach(), cos, sin)
+    dq, dk, dv = dq.detach(), dk.detach(), dv.detach()
+    if is_compiling():
+        return ops_rotary.rotary_backward(dq, dk, dv, cos, sin)
+    return backend(dq).rotary_backward(dq, dk, dv, cos, sin)
 
 
 def _check(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:

@@ -1,8 +1,7 @@
 """FP8 layers with what surrounds them: a norm before, an activation between, residual sums, each as one autograd function.
 
-    norm_linear     y = norm(x) · wᵀ + b
-    norm_heads      the same y as queries, keys and values, the first two turned by their positions; and x, for the residual sum
-    feed_forward    y = s + act(norm(s) · w₁ᵀ + b₁) · w₂ᵀ + b₂, s = x, or x + addend
+    norm_heads      norm(x) · wᵀ + b as queries, keys and values, the first two turned by their positions; and x, for the residual sum
+    feed_forward    y = s + act(norm(s) · w₁ᵀ + b₁) · w₂ᵀ + b₂, s = x + addend
 
 On their own, norms and activations write BF16 that a cast reads twice, for its maximum and for its codes. Here their kernels write
 the codes (`octavo.kernels.norm`, `octavo.kernels.activation`), so that the norm of x, act(h) and the gradient of h exist in FP8 only. In
@@ -19,7 +18,7 @@ Saved for backward: x, two numbers a row, the transposed codes of both operands 
 
 A region between two matrices is one function because a gradient in FP8 cannot pass between two: autograd would want it in the dtype of the
 output. Legend as in `octavo.linear.gemm`. With delayed scaling the passes for maxima fall away as well, but `torch.compile` cannot trace
-a function that writes to the windows of the past in forward: then the layers run apart. Nor is `norm_heads` for it: it returns views.
+a function that writes to the windows of the past in forward: then the layers run apart. With current scaling it runs the same kernels.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from torch.compiler import is_compiling
 
 from octavo.linear.gemm import Gemms
 from octavo.linear.module import FP8Linear
-from octavo.linear.regions import FeedForward, Heads, NormLinear, Past
+from octavo.linear.regions import FeedForward, Heads, NormHeads, Past
 
-__all__ = ["Heads", "can_fuse", "feed_forward", "has_hooks", "norm_heads", "norm_linear"]
+__all__ = ["Heads", "can_fuse", "feed_forward", "has_hooks", "norm_heads"]
 
 Norm = nn.LayerNorm | nn.RMSNorm
 
@@ -61,19 +60,16 @@ def _fits(module: nn.Module) -> bool:
     return isinstance(module, Norm) and module.weight is not None and module.weight.dim() == 1
 
 
-def norm_linear(x: Tensor, norm: Norm, layer: nn.Linear) -> Tensor:
-    """layer(norm(x)) of x [M, K], as [M, N] in the dtype of x; M is at least 1."""
-    tensors = (x, norm.weight, _bias(norm), layer.weight, layer.bias)
-    return NormLinear.apply(*tensors, _centered(norm, x), _gemms(layer, x), _past(layer), None)
+def norm_heads(
+    x: Tensor, norm: Norm, layer: nn.Linear, heads: Heads, table: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(queries [B, T, H, D], keys and values [B, T, G, D], x) from layer(norm(x)) of x [B, T, K].
 
-
-def norm_heads(x: Tensor, norm: Norm, layer: nn.Linear, heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(queries [B, T, H, D], keys and values [B, T, G, D], x) from layer(norm(x)) of x [B, T, K]. Not for compiled regions.
-
-    The three are parts of one tensor. Whoever reads x beside the norm takes the one returned, so that there is one gradient for x.
+    `table` is cos and sin, as in `kernels.rotary`; None turns nothing. The three are parts of one tensor. Whoever reads x beside the
+    norm takes the one returned, so that there is one gradient for x.
     """
-    tensors = (x, norm.weight, _bias(norm), layer.weight, layer.bias)
-    return NormLinear.apply(*tensors, _centered(norm, x), _gemms(layer, x), _past(layer), heads)
+    tensors = (x, norm.weight, _bias(norm), layer.weight, layer.bias, *(table or (None, None)))
+    return NormHeads.apply(*tensors, _centered(norm, x), _gemms(layer, x), _past(layer), heads)
 
 
 def feed_forward(
@@ -83,12 +79,12 @@ def feed_forward(
     out: nn.Linear,
     kind: str,
     *,
+    addend: Tensor,
     recompute: bool = False,
-    addend: Tensor | None = None,
 ) -> Tensor:
     """s + out(act(up(norm(s)))) of s = x + addend, in the shape and dtype of x [..., K]. `kind` as in `kernels.activation_cast`.
 
-    There is at least one row. Without an addend, [M, K], s is x; while compiling there is none, and x is a matrix.
+    There is at least one row; the addend is a matrix, [M, K].
     """
     tensors = (x, norm.weight, _bias(norm), up.weight, up.bias, out.weight, out.bias, addend)
     gemms, past = (_gemms(up, x), _gemms(out, x)), (_past(up), _past(out))

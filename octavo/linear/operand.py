@@ -4,9 +4,13 @@ The weight is cast once per optimizer step, not per micro-batch: its operand sta
 parameter changes. In a loop that does not accumulate gradients nobody would read it again, so there it goes as soon as the
 gradient is made, and weights, gradients and optimizer states are all that is resident when the optimizer steps. That of a frozen
 weight goes after its dgrad, and is cast again for the next micro-batch: a frozen base should cost its storage and no more. While
-`torch.compile` traces there is no such cache, and dgrad casts the weight again in backward: keeping one transposed copy of each
-layer alive between forward and backward would cost more memory than it saves time. A master that is E4M3 itself is never cast,
-and its transpose lives for one GEMM only.
+`torch.compile` traces there is no such cache, and dgrad casts the weight again in backward. By the byte: a cast that reads 2 B and writes
+1, twice, moves 6 B an element, and one that writes both halves 4; on an H200 that is 0.1 of the 26 ms of a layer of the 7B. To keep
+the other half until then would cost 1 B an element of all layers where memory peaks, 6 GiB of the 7B's: memory is what is short.
+A master that is E4M3 itself is never cast, and its transpose lives for one GEMM only.
+
+A weight is read for its largest magnitude once in its life: its codes keep it (`kernels.maxima`), and whoever changes them at a step
+knows the next one. A plain weight keeps none, for many optimizers write to it through `.data`, which nobody can see.
 
 Non-finite values stay visible although every cast saturates: an operand that holds one gets the scale NaN, so that all that
 is computed from it is NaN, as an infinity in BF16 would become one layer later.
@@ -23,6 +27,7 @@ from torch.compiler import is_compiling
 
 from octavo import kernels
 from octavo.formats import E4M3, Format
+from octavo.kernels import known_amax, remember_amax
 from octavo.scaling import DelayedScaling
 from octavo.tensor import ScaledTensor
 
@@ -63,15 +68,13 @@ def cast_operand(
     col: bool = True,
     scaling: DelayedScaling | None = None,
     record: bool = True,
-    unit: Tensor | None = None,
     stats: Tensor | None = None,
 ) -> Operand:
     """Casts the matrix `x` [M, K] with a scale of its own, or with the one that `scaling` has from past maxima.
 
-    `record` lets `scaling` see the maximum of `x`. With `unit`, x stands for the real values x / unit. `stats` (int64 [3]) is increased
-    by the numbers of saturated, flushed and all elements.
+    `record` lets `scaling` see the maximum of `x`. `stats` (int64 [3]) is increased by the numbers of saturated, flushed and all elements.
     """
-    return cast_and_sum(x, fmt, power_of_two, row, col, False, scaling, record, unit, stats)[0]
+    return cast_and_sum(x, fmt, power_of_two, row, col, False, scaling, record, None, stats)[0]
 
 
 def cast_and_sum(
@@ -83,11 +86,11 @@ def cast_and_sum(
     sum_columns: bool,
     scaling: DelayedScaling | None,
     record: bool,
-    unit: Tensor | None,
+    amax: Tensor | None,
     stats: Tensor | None,
 ) -> tuple[Operand, Tensor | None]:
-    """`cast_operand`, and the sum of the columns of `x`, FP32 [K], if wanted."""
-    counts, amax = None if stats is None else stats[:2], known_amax(x)
+    """`cast_operand`, and the sum of the columns of `x`, FP32 [K], if wanted; of an `x` whose amax, FP32 0-d, is given or on it, or not."""
+    counts, amax = None if stats is None else stats[:2], known_amax(x) if amax is None else amax
     if stats is not None:
         stats[2] += x.numel()
     if scaling is None:
@@ -99,7 +102,6 @@ def cast_and_sum(
             col=col,
             column_sum=sum_columns,
             amax=amax,
-            unit=unit,
             return_inverse=True,
             stats=counts,
         )
@@ -110,24 +112,8 @@ def cast_and_sum(
     else:
         scale = scaling.scale_of(lambda: amax, x.device, fmt.max)
         codes, codes_t = kernels.cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=counts)
-    if record:
-        scaling.record(amax)
-    operand = Operand(codes, codes_t, *kernels.visible_scale(scale, amax, unit))
+    operand = Operand(codes, codes_t, *scaling.visible_scale(scale, amax, record))
     return operand, column_sum(x) if sum_columns else None
-
-
-def remember_amax(x: Tensor, amax: Tensor) -> Tensor:
-    """`x` with its largest magnitude (FP32, 0-d) on it: whoever made x had it at hand, and `cast_and_sum` need not read x for it."""
-    x._octavo_amax = (x._version, x.data_ptr(), amax)  # type: ignore[attr-defined]
-    return x
-
-
-def known_amax(x: Tensor) -> Tensor | None:
-    """What `remember_amax` left on `x`, if x has not changed since (autograd adds gradients in place); None while compiling."""
-    if is_compiling():
-        return None
-    remembered = getattr(x, "_octavo_amax", None)
-    return remembered[2] if remembered is not None and remembered[:2] == (x._version, x.data_ptr()) else None
 
 
 def column_sum(x: Tensor) -> Tensor:
@@ -163,7 +149,22 @@ def weight_operand(
     if cached is not None:  # the other half of what was cast before
         operand = Operand(cached.row(), cached.col(), cached.scale, cached.inverse)
     else:
-        operand = cast_operand(values, fmt, power_of_two=power_of_two, row=row, col=col, unit=unit, stats=stats)
+        counts = None
+        if stats is not None:
+            stats[2] += values.numel()
+            counts = stats[:2]
+        codes, codes_t, scale, _, inverse = kernels.quantize(
+            values,
+            fmt,
+            power_of_two=power_of_two,
+            row=row,
+            col=col,
+            keep_amax=unit is not None,
+            unit=unit,
+            return_inverse=True,
+            stats=counts,
+        )
+        operand = Operand(codes, codes_t, scale, inverse)
     if tag is not None:
         weight._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
     return operand
@@ -182,9 +183,11 @@ def _stored(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def drop_weight_cache(params: Iterable[Tensor]) -> None:
-    """Forget the FP8 operands of these weights. Wanted after a change that their version counter does not see (`.data`)."""
+    """Forget the FP8 operands of these weights, and maxima of their codes. Wanted after a change that no version counter sees (`.data`)."""
     for param in params:
         param.__dict__.pop("_octavo_cast", None)
+        if isinstance(param, ScaledTensor):
+            param.codes.__dict__.pop("_octavo_amax", None)
 
 
 def release_operand(weight: Tensor, has_gradient: bool) -> None:
@@ -198,11 +201,15 @@ def release_operand(weight: Tensor, has_gradient: bool) -> None:
     if is_compiling() or weight.requires_grad and not has_gradient:
         return
     if not (weight.requires_grad and weight.is_leaf):
-        return drop_weight_cache([weight])
+        return _release(weight)
     accumulates = weight.grad is not None or getattr(weight, "_octavo_accumulates", False)
     weight._octavo_accumulates = accumulates  # type: ignore[attr-defined]
     if not accumulates:
-        drop_weight_cache([weight])
+        _release(weight)
+
+
+def _release(weight: Tensor) -> None:
+    weight.__dict__.pop("_octavo_cast", None)
 
 
 def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = None) -> ScaledTensor:

@@ -33,8 +33,6 @@ class Heads(NamedTuple):
     groups: int
     """Heads of keys, and of values."""
     channels: int
-    table: tuple[Tensor, Tensor] | None
-    """cos and sin, as in `kernels.rotary`; None turns nothing."""
 
 
 class Past(NamedTuple):
@@ -63,11 +61,11 @@ def _cast(
     else:
         scale = past.scaling.scale_of(amax, device, fmt.max)
     codes, codes_t, found, *rest = cast(scale, past.scaling is not None)
-    if past.scaling is not None:
-        maximum = found
-        if past.record:
-            past.scaling.record(found)
-    return Operand(codes, codes_t, *kernels.visible_scale(scale, maximum, None)), scale, tuple(rest)
+    if past.scaling is None:
+        visible = kernels.visible_scale(scale, maximum)
+    else:
+        visible = past.scaling.visible_scale(scale, found, past.record)
+    return Operand(codes, codes_t, *visible), scale, tuple(rest)
 
 
 def _cast_norm(
@@ -94,7 +92,7 @@ def _cast_norm(
     return _cast(lambda: amax, cast, x.device, fmt, recipe.power_of_two, past)[0], x, mean, rstd
 
 
-class NormLinear(torch.autograd.Function):
+class NormHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -103,46 +101,45 @@ class NormLinear(torch.autograd.Function):
         norm_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
         how: tuple[float, bool],
         gemms: Gemms,
         past: Past,
-        heads: Heads | None,
-    ) -> Tensor | tuple[Tensor, ...]:
+        heads: Heads,
+    ) -> tuple[Tensor, ...]:
         needs = [past.record and need for need in ctx.needs_input_grad]
         operand, rows, mean, rstd = _cast_norm(
             _rows(x), None, norm_weight, norm_bias, gemms.recipe, how, needs[3], past
         )
         ctx.gemms, ctx.weight, ctx.version, ctx.heads, ctx.shape = gemms, weight, weight_version(weight), heads, x.shape
-        ctx.save_for_backward(rows, norm_weight, mean, rstd, operand.codes_t, operand.inverse)
+        ctx.save_for_backward(rows, norm_weight, mean, rstd, operand.codes_t, operand.inverse, cos, sin)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
         y = _product(operand, weight, bias, gemms, rows.shape[0], any(needs))
-        if heads is None:
-            return y
         y = y.view(*x.shape[:-1], -1, heads.channels)
-        if heads.table is not None:
-            kernels.rotary_(y, *heads.table, heads.queries + heads.groups)
+        if cos is not None and sin is not None:
+            kernels.rotary_(y, cos, sin, heads.queries + heads.groups)
         return *y.split((heads.queries, heads.groups, heads.groups), dim=-2), x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, mean, rstd, codes_t, inverse = ctx.saved_tensors
+        x, norm_weight, mean, rstd, codes_t, inverse, cos, sin = ctx.saved_tensors
         check_version(ctx.weight, ctx.version)
         recipe, needs = ctx.gemms.recipe, ctx.needs_input_grad
-        dy, residual = gradients[0], None
-        if ctx.heads is not None:
-            dy, amax = kernels.rotary_backward(*gradients[:3], *(ctx.heads.table or (None, None)))
-            dy, residual = remember_amax(dy.view(x.shape[0], -1), amax), _rows(gradients[3])
+        dq, dk, dv, residual = gradients
+        dy, amax = kernels.rotary_backward(dq, dk, dv, cos, sin)
+        dy = dy.view(x.shape[0], -1)
         operand, db = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], needs[4], ctx.gemms.scaling, True, None, None
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], needs[4], ctx.gemms.scaling, True, amax, None
         )
         dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
         dw = _weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
         release_operand(ctx.weight, needs[3])
-        dx, dgain, dshift, amax = kernels.norm_backward(dn, x, norm_weight, mean, rstd, residual)
+        dx, dgain, dshift, amax = kernels.norm_backward(dn, x, norm_weight, mean, rstd, _rows(residual))
         dx = _like(dx, ctx.shape, amax)
         dgain, dshift, db = dgain.to(norm_weight.dtype), _to(dshift, ctx.dtypes[0]), _to(db, ctx.dtypes[1])
-        return dx, dgain, dshift, dw, db, None, None, None, None
+        return dx, dgain, dshift, dw, db, None, None, None, None, None, None
 
 
 class FeedForward(torch.autograd.Function):
@@ -182,7 +179,7 @@ class FeedForward(torch.autograd.Function):
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, b1, b2)]
         y = _product(a, w2, b2, out, m, any(needs))
         if is_compiling():  # (torch 2.11 compiles a function that returns what it changed in place with zero gradients)
-            return y + x
+            return (y + x).view(shape)
         y.add_(x)
         return y if shape == y.shape else y.resize_(shape)  # (a view made here could not be written to outside)
 

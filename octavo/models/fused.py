@@ -3,15 +3,14 @@
 Between the GEMMs of a block there is then one pass over memory where PyTorch makes three to seven, also without `torch.compile`. Parameters
 and arithmetic are those of `Block`, but for the parameters of norms, which are read as they are and not in the compute dtype.
 
-`torch.compile` sees residual sums and cuts of tensors as they are, and joins what it can; eager blocks take functions with them inside.
+`torch.compile` runs the same kernels: they are opaque to it, and what is left between them is attention and one sum.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from octavo.linear.fused import Heads, can_fuse, feed_forward, has_hooks, norm_heads, norm_linear
+from octavo.linear.fused import Heads, can_fuse, feed_forward, has_hooks, norm_heads
 from octavo.models.layers import Block, GELUFeedForward, SwiGLUFeedForward
 
 
@@ -29,13 +28,8 @@ class FusedBlock(Block):
         parts = (self.attention_norm, attention.qkv, attention.out, self.ffn_norm, up, ffn.out)
         if x.numel() == 0 or has_hooks(attention, ffn) or not can_fuse(*parts):
             return super().forward(x, cos, sin, mask)
-        if not is_compiling():
-            table = (cos, sin) if attention.rotary else None
-            heads = Heads(attention.n_heads, attention.kv_heads, attention.head_dim, table)
-            q, k, v, x = norm_heads(x, self.attention_norm, attention.qkv, heads)
-            addend = attention.out(attention.mix(q, k, v, mask).flatten(0, 1))
-            return feed_forward(x, self.ffn_norm, up, ffn.out, kind, recompute=recompute, addend=addend)
-        qkv = norm_linear(x.flatten(0, 1), self.attention_norm, attention.qkv)
-        qkv = qkv.view(*x.shape[:2], -1, attention.head_dim)
-        x = x + attention.out(attention.attend(qkv, cos, sin, mask))
-        return feed_forward(x.flatten(0, 1), self.ffn_norm, up, ffn.out, kind, recompute=recompute).view(x.shape)
+        heads = Heads(attention.n_heads, attention.kv_heads, attention.head_dim)
+        table = (cos, sin) if attention.rotary else None
+        q, k, v, x = norm_heads(x, self.attention_norm, attention.qkv, heads, table)
+        addend = attention.out(attention.mix(q, k, v, mask).flatten(0, 1))
+        return feed_forward(x, self.ffn_norm, up, ffn.out, kind, addend=addend, recompute=recompute)

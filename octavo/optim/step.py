@@ -19,7 +19,7 @@ from octavo import kernels
 from octavo.kernels.reference.adamw import UpdateFormats
 from octavo.kernels.reference.magnitudes import Values
 from octavo.linear import drop_weight_cache
-from octavo.linear.operand import known_amax
+from octavo.linear.operand import known_amax, remember_amax
 from octavo.optim.state import Slot
 
 
@@ -124,3 +124,5 @@ def update(plan: Plan, ok: Tensor) -> None:
     increment_version([tensor for slot in slots for tensor in (slot.param, slot.codes, slot.exp_avg, slot.exp_avg_sq)])
     for slot, own in zip(slots, plan.maxima, strict=True):
         own.fingerprint = slot.fingerprint
+        if slot.scale is not None:  # the layer that casts these codes need not read them for it
+            remember_amax(slot.codes, own.values[0])
