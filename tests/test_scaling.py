@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from octavo.formats import E4M3, E5M2, FP16
 from octavo.kernels import cast_transpose_amax
-from octavo.scaling import CurrentScaling, DelayedScaling, delayed_amax, scale_from_amax
+from octavo.scaling import CurrentScaling, DelayedScaling, delayed_amax, scale_from_amax, update_all
 
 
 def ms_amp_scale(amax: float, max: float, old: float, margin: int = 0) -> float:
@@ -131,6 +132,98 @@ def test_F14_state_round_trips_and_keeps_its_size(seed, tmp_path):
         step(other, *amaxes)
         assert all(torch.equal(scaling.state_dict()[name], value) for name, value in other.state_dict().items())
         assert scaling.warm and other.warm
+
+
+class Alone:
+    """One scaling by the rules of delayed scaling, in Python floats."""
+
+    def __init__(self, window: int, warmup: int) -> None:
+        self.history, self.warmup = [0.0] * window, warmup
+        self.pending, self.held, self.updates, self.recorded = 0.0, 0.0, 0, False
+
+    def scale(self, amax: float, max: float) -> float:
+        use = amax if self.updates < self.warmup and 0 < amax < math.inf else self.held
+        return ms_amp_scale(use, max, 1.0)
+
+    def record(self, amax: float) -> None:
+        self.pending, self.recorded = max(self.pending, amax if math.isfinite(amax) else 0.0), True
+
+    def update(self, done: bool) -> None:
+        if self.recorded:
+            if done:
+                self.history = [self.pending, *self.history[:-1]]
+            self.held = max(self.history) or self.held
+            self.pending, self.recorded = 0.0, False
+            self.updates += 1
+
+
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_a_model_of_scalings_moves_as_each_would_alone(seed, window):
+    """Layers that run or not, micro-batches, values that are not finite, skipped steps, copies, saved states, moved windows."""
+    limits = [E4M3.max, E5M2.max] * 3
+    together = [DelayedScaling(window=window, warmup=5) for _ in limits]
+    alone = [Alone(window, 5) for _ in limits]
+    for number in range(50):
+        for scaling, one, limit in zip(together, alone, limits, strict=True):
+            for _ in range(int(torch.randint(0, 3, ()))):
+                x = torch.randn(6) * 2.0 ** (30 * torch.rand(()) - 15) * (torch.rand(()) > 0.2)
+                if torch.rand(()) < 0.1:
+                    x[0] = (math.inf, math.nan)[number % 2]
+                amax = x.abs().max()
+                scale = scaling.scale(x, limit)
+                assert scale == one.scale(amax.item(), limit), f"step {number}"
+                visible, inverse = scaling.visible_scale(scale, amax, record=number % 7 != 3)
+                assert torch.equal(inverse, 1 / visible) if amax.isfinite() else inverse.isnan()
+                assert visible.isnan() or visible == scale
+                if number % 7 != 3:
+                    one.record(amax.item())
+        done = torch.rand(()) > 0.3
+        if number == 20:
+            update_all(together[:2], done)  # another set of layers takes them into windows of its own
+            update_all(together, done)
+        elif number == 30:
+            together = copy.deepcopy(together)
+            update_all(together, done)
+        elif number == 40:
+            for scaling in together:
+                scaling.update(done)
+        else:
+            update_all(together, done)
+        for one in alone:
+            one.update(bool(done))
+        if number == 10:
+            together[3].load_state_dict(together[3].state_dict())
+        for scaling, one in zip(together, alone, strict=True):
+            assert scaling.history.tolist() == one.history and scaling.held == one.held
+            assert scaling.pending == one.pending and scaling.updates == one.updates
+
+
+def test_a_scale_is_made_once_a_step(seed, monkeypatch):
+    """By the update, for all layers: a forward reads it where it lies, until somebody changes the maximum behind it."""
+    scalings = [DelayedScaling(warmup=1) for _ in range(3)]
+    made = []
+    monkeypatch.setattr("octavo.scaling.scale_from_amax", lambda *a, **k: made.append(a) or scale_from_amax(*a, **k))
+    for amax in (1.0, 2.0, 4.0):
+        scales = [scaling.scale(torch.tensor([amax]), E4M3.max) for scaling in scalings]
+        for scaling, scale in zip(scalings, scales, strict=True):
+            scaling.visible_scale(scale, torch.tensor(amax), record=True)
+        made.clear()
+        update_all(scalings)
+    assert [tuple(held.shape) for held, _ in made] == [(3,)]
+    scales = [scaling.scale(torch.zeros(1), E4M3.max) for scaling in scalings]
+    assert len(made) == 1 and scales == [64.0] * 3
+    scalings[1].held.fill_(448.0)
+    assert [scaling.scale(torch.zeros(1), E4M3.max) for scaling in scalings] == [64.0, 1.0, 64.0]
+
+
+def test_a_copy_has_a_state_of_its_own(seed):
+    scalings = [DelayedScaling(warmup=0) for _ in range(2)]
+    step(scalings[0], 3.0)
+    update_all(scalings)
+    duplicate = copy.deepcopy(scalings[0])
+    assert duplicate.history.untyped_storage().nbytes() == 4 * 16
+    step(duplicate, 100.0)
+    assert scalings[0].held == 3 and duplicate.held == 100
 
 
 def test_delayed_amax():

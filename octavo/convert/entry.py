@@ -18,6 +18,7 @@ from octavo.linear import FP8Linear
 from octavo.optim import Adam, AdamW
 from octavo.optim.state import has_small_moments, store_moments
 from octavo.recipe import Recipe, get_recipe
+from octavo.scaling import update_all
 
 
 def initialize(
@@ -142,8 +143,7 @@ def _update_scales_after_step(model: nn.Module, optimizer: torch.optim.Optimizer
         done = None
         if isinstance(optimizer, AdamW) and before is not None:
             done = optimizer.skipped_steps == before.to(optimizer.skipped_steps.device)
-        for layer in layers:
-            layer.update_scaling(done)
+        update_all([scaling for layer in layers for _, scaling in layer.scalings()], done)
 
     optimizer.register_step_pre_hook(note)
     optimizer.register_step_post_hook(update)

@@ -22,7 +22,7 @@ from octavo.linear.gemm import Gemms, LinearFunction
 from octavo.linear.operand import Operand, cast_and_sum, drop_weight_cache, scaled_gradient, weight_operand
 from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, watch_gradient
 from octavo.recipe import Recipe
-from octavo.scaling import DelayedScaling
+from octavo.scaling import DelayedScaling, update_all
 from octavo.tensor import ScaledTensor, cast, uncast
 
 SCALINGS = ("input_scaling", "grad_output_scaling")
@@ -91,7 +91,7 @@ class FP8Linear(nn.Linear):
             if not is_watched(weight):
                 self.watch_gradient()
         elif training and backward:
-            for _, scaling in self._scalings():
+            for _, scaling in self.scalings():
                 scaling.expect_record()
         flat, device = x if len(shape) == 2 else x.reshape(-1, k), x.device.type
         gemms = Gemms(
@@ -155,7 +155,8 @@ class FP8Linear(nn.Linear):
 
     # --- delayed scaling
 
-    def _scalings(self) -> list[tuple[str, DelayedScaling]]:
+    def scalings(self) -> list[tuple[str, DelayedScaling]]:
+        """The delayed scalings of the layer by name; none with current scaling."""
         return [(name, getattr(self, name)) for name in SCALINGS if getattr(self, name) is not None]
 
     def reset_scaling(self) -> None:
@@ -165,8 +166,7 @@ class FP8Linear(nn.Linear):
 
     def update_scaling(self, done: Tensor | None = None) -> None:
         """Let the maxima of a step enter the windows, unless `done` (bool, 0-d) is false; once for each optimizer step."""
-        for _, scaling in self._scalings():
-            scaling.update(done)
+        update_all([scaling for _, scaling in self.scalings()], done)
 
     # --- what nn.Module does with a layer
 
@@ -186,7 +186,7 @@ class FP8Linear(nn.Linear):
         if isinstance(self.weight, ScaledTensor) and not keep_vars:
             # FP32 holds FP16 codes with a power-of-two scale exactly; the logical dtype, say BF16, would not.
             destination[f"{prefix}weight"] = uncast(self.weight.detach(), torch.float32)
-        for name, scaling in self._scalings():
+        for name, scaling in self.scalings():
             destination.update({f"{prefix}{name}.{key}": value for key, value in scaling.state_dict().items()})
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -195,7 +195,7 @@ class FP8Linear(nn.Linear):
         self.store()  # with assign=True the weight is now a plain tensor
         # Past maxima belong to the weights of their time: without those of the loaded ones, begin again.
         self.reset_scaling()
-        for name, scaling in self._scalings():
+        for name, scaling in self.scalings():
             start = f"{prefix}{name}."
             state = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
             if state:

@@ -128,11 +128,19 @@ def test_cast_current(cuda, shape, dtype, seed):
 @pytest.mark.parametrize("amax", [0.0, 1.0, torch.inf, torch.nan])
 @pytest.mark.parametrize("unit", [None, 0.3, 2.0**100])
 def test_visible_scale(cuda, amax, unit):
+    """And records the maximum, where it is finite."""
     unit = None if unit is None else scalar(unit)
-    for scale in (3.0, 2.0**-126, 2.0**126):
-        got, want = (module.visible_scale(scalar(scale), scalar(amax), unit) for module in (cuda, reference))
+    for scale, before in ((3.0, 0.0), (2.0**-126, 0.5), (2.0**126, 2.0)):
+        pending = [scalar(before), scalar(before)]
+        got, want = (
+            module.visible_scale(scalar(scale), scalar(amax), unit, mine)
+            for module, mine in zip((cuda, reference), pending, strict=True)
+        )
         assert_same_bits(got[0], want[0])
         assert_same_bits(got[1], want[1])
+        assert_same_bits(*pending)
+        assert pending[0] == max(before, amax if amax < torch.inf else 0.0)
+        assert_same_bits(cuda.visible_scale(scalar(scale), scalar(amax), unit)[0], want[0])
 
 
 @pytest.mark.gpu

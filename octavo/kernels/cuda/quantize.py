@@ -196,11 +196,18 @@ def _cast_current_kernel(
 
 
 @triton.jit
-def _visible_scale_kernel(scale_ptr, amax_ptr, unit_ptr, visible_ptr, inverse_ptr):
-    """visible = scale · unit, or NaN where amax is not finite; inverse = 1 / visible. All [1]: FP32; unit may be None."""
-    visible, inverse = _visible_scale(tl.load(scale_ptr), tl.load(amax_ptr), unit_ptr)
+def _visible_scale_kernel(scale_ptr, amax_ptr, unit_ptr, pending_ptr, visible_ptr, inverse_ptr):
+    """visible = scale · unit, or NaN where amax is not finite; inverse = 1 / visible; pending = max(pending, amax if finite).
+
+    All [1]: FP32; unit and pending may be None.
+    """
+    amax = tl.load(amax_ptr)
+    visible, inverse = _visible_scale(tl.load(scale_ptr), amax, unit_ptr)
     tl.store(visible_ptr, visible)
     tl.store(inverse_ptr, inverse)
+    if pending_ptr is not None:
+        pending = tl.load(pending_ptr)
+        tl.store(pending_ptr, tl.where((amax < float("inf")) & (amax > pending), amax, pending))
 
 
 _launch_amax_sums = Launcher(_amax_sums_kernel, num_warps=8)
@@ -269,10 +276,12 @@ def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tupl
     return codes, scale, largest
 
 
-def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def visible_scale(
+    scale: Tensor, amax: Tensor, unit: Tensor | None = None, pending: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `octavo.kernels.reference.visible_scale`."""
     visible, inverse = torch.empty_like(scale), torch.empty_like(scale)
-    _launch_visible_scale(1, (scale, amax, unit, visible, inverse))
+    _launch_visible_scale(1, (scale, amax, unit, pending, visible, inverse))
     return visible, inverse
 
 

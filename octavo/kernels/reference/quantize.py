@@ -47,9 +47,13 @@ def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tupl
     return cast(x, multiplier, fmt.dtype, stats=stats), scale, cast(maximum, multiplier, fmt.dtype).float()
 
 
-def visible_scale(scale: Tensor, amax: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(scale · unit, or NaN where amax is not finite; its reciprocal), FP32, 0-d."""
+def visible_scale(
+    scale: Tensor, amax: Tensor, unit: Tensor | None = None, pending: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(scale · unit, or NaN where amax is not finite; its reciprocal), FP32, 0-d; pending = max(pending, amax if finite), in place."""
     visible = torch.where(amax.isfinite(), scale, torch.nan)
     if unit is not None:
         visible = visible * unit
+    if pending is not None:
+        pending.copy_(torch.where(amax.isfinite(), torch.maximum(pending, amax), pending))
     return visible, visible.reciprocal()
