@@ -1,9 +1,10 @@
 """FP8 on weights that others trained: continues a checkpoint, such as SmolLM2-135M, on given text in BF16, O1 and O2.
 
 Weights trained for trillions of tokens have outliers that fresh ones lack, and SmolLM2's width of 576 is no multiple of 128. All runs
-share data, seed and hyper-parameters. Two tables come out: `loss.csv` (recipe, step, loss, grad_norm, skipped, val_loss) and
-`casts.csv` (recipe, step, layer group, kind of cast, share of saturated and of flushed values), and the last validation losses
-are printed with their distance from BF16's.
+share data, seed and hyper-parameters. Three tables come out: `loss.csv` (recipe, step, loss, grad_norm, skipped, val_loss), `casts.csv`
+(recipe, step, layer group, kind of cast, share of saturated and of flushed values) and `final.csv`: the last validation loss as the run
+computes it, and that of the same weights in BF16, which is what a user gets who trains in FP8 and serves in BF16. The first has in it what
+rounding the operands of a forward costs; the second what training in FP8 did to the weights.
 
     python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 1500 --out runs/smollm2
     python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 3 --seq-len 128 --micro-batch 1   # on a CPU
@@ -18,6 +19,9 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import octavo
 from octavo.settings import override
 from octavo.train.config import (
     CheckpointConfig,
@@ -32,6 +36,7 @@ from octavo.train.metrics import read_metrics
 from octavo.train.trainer import Trainer
 
 LOSS = ("recipe", "step", "loss", "grad_norm", "skipped", "val_loss")
+FINAL = ("recipe", "val_loss", "val_loss_bf16")
 CASTS = ("recipe", "step", "group", "kind", "saturated", "flushed")
 
 
@@ -70,6 +75,15 @@ def tables(recipe: str, records: list[dict[str, Any]]) -> tuple[list[dict[str, A
     return list(losses.values()), casts
 
 
+@torch.no_grad()
+def loss_in_bf16(trainer: Trainer) -> float:
+    """Validation loss of the trained weights when no layer is FP8; the model is plain from then on."""
+    octavo.export(trainer.model)
+    trainer.model.eval()
+    losses = [trainer.model(*batch) for batch in trainer.data.validation(trainer.config.train.eval_batches)]
+    return torch.stack(losses).mean().item()
+
+
 def write(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
@@ -90,19 +104,22 @@ def main() -> None:
     arguments = parser.parse_args()
     losses: list[dict[str, Any]] = []
     casts: list[dict[str, Any]] = []
-    final: dict[str, float] = {}
+    final: list[dict[str, Any]] = []
     for recipe in arguments.recipes.split(","):
         sets = [*arguments.set, f"recipe={recipe}", f"out={arguments.out}/{recipe}"]
         trainer = Trainer(override(run_config(arguments), sets), resume=True)
         trainer.run()
         rows, counted = tables(recipe, read_metrics(trainer.folder / "metrics.jsonl"))
         losses, casts = losses + rows, casts + counted
-        final[recipe] = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
+        val_loss = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
+        final.append({"recipe": recipe, "val_loss": val_loss, "val_loss_bf16": loss_in_bf16(trainer)})
         write(Path(arguments.out) / "loss.csv", LOSS, losses)
         write(Path(arguments.out) / "casts.csv", CASTS, casts)
-    base = final.get("bf16")
-    for recipe, loss in final.items():
-        print(f"{recipe:8s} validation loss {loss:.4f}" + (f" ({loss / base - 1:+.2%})" if base else ""))
+        write(Path(arguments.out) / "final.csv", FINAL, final)
+    base = next((row["val_loss"] for row in final if row["recipe"] == "bf16"), None)
+    for row in final:
+        parts = [f"{row[key]:.4f}" + (f" ({row[key] / base - 1:+.2%})" if base else "") for key in FINAL[1:]]
+        print(f"{row['recipe']:8s} validation loss {parts[0]}, of the same weights in BF16 {parts[1]}")
     worst = max(casts, key=lambda row: row["saturated"], default=None)
     flushed = max(casts, key=lambda row: row["flushed"], default=None)
     if worst is not None and flushed is not None:
