@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from octavo.formats import Format
-from octavo.kernels import ops_quantize
+from octavo.kernels import ops, ops_quantize
 from octavo.kernels.dispatch import backend
 from octavo.kernels.maxima import kept_amax
 
@@ -97,6 +97,15 @@ def cast_current(
     else:
         codes, scale, largest = backend(x).cast_current(x, fmt, stats=stats)
     return (codes, scale, largest) if return_amax else (codes, scale)
+
+
+def current_scale(amax: Tensor, max: float, power_of_two: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """(scale, visible, inverse) for a cast by other means than `quantize`: `scale_from_amax` of the amax (FP32, 0-d), to cast with, and
+    what `visible_scale` makes of it, for the GEMM."""
+    if is_compiling():
+        scale = ops.scale_from_amax(amax, max, power_of_two, 0)
+        return scale, *ops_quantize.visible_scale(scale, amax, None)
+    return backend(amax).current_scale(amax, max, power_of_two)
 
 
 def visible_scale(

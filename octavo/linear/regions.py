@@ -56,15 +56,12 @@ def _cast(
     With false, that amax is None: current scaling has it from `amax()`.
     """
     if past.scaling is None:
-        maximum = amax()
-        scale = kernels.scale_from_amax(maximum, fmt.max, power_of_two)
+        scale, *visible = kernels.current_scale(amax(), fmt.max, power_of_two)
+        codes, codes_t, _, *rest = cast(scale, False)
     else:
         scale = past.scaling.scale_of(amax, device, fmt.max)
-    codes, codes_t, found, *rest = cast(scale, past.scaling is not None)
-    if past.scaling is None:
-        visible = kernels.visible_scale(scale, maximum)
-    else:
-        visible = past.scaling.visible_scale(scale, found, past.record)
+        codes, codes_t, found, *rest = cast(scale, True)
+        visible = [*past.scaling.visible_scale(scale, found, past.record)]
     return Operand(codes, codes_t, *visible), scale, tuple(rest)
 
 

@@ -143,6 +143,15 @@ def test_visible_scale(cuda, amax, unit):
         assert_same_bits(cuda.visible_scale(scalar(scale), scalar(amax), unit)[0], want[0])
 
 
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("limit", [448.0, 57344.0])
+def test_current_scale(cuda, power_of_two, limit):
+    for amax in (0.0, 2.0**-149, 0.3, 448.0, 3e38, torch.inf, torch.nan):
+        got, want = (module.current_scale(scalar(amax), limit, power_of_two) for module in (cuda, reference))
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other)
+
+
 @pytest.mark.gpu
 def test_quantize_in_a_captured_graph(seed):
     """A graph holds no state between its replays, nor any shared with launches outside of it."""

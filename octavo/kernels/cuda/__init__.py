@@ -16,10 +16,11 @@ from octavo.kernels.cuda.gemm import scaled_mm_nt
 from octavo.kernels.cuda.magnitudes import magnitudes
 from octavo.kernels.cuda.norm import add_norm_stats, norm_cast, norm_stats
 from octavo.kernels.cuda.norm_backward import norm_backward
-from octavo.kernels.cuda.quantize import cast_current, quantize, visible_scale
+from octavo.kernels.cuda.quantize import cast_current, quantize
 from octavo.kernels.cuda.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes, update_mu
 from octavo.kernels.cuda.residual import cast_residual, uncast_residual
 from octavo.kernels.cuda.rotary import rotary, rotary_, rotary_backward
+from octavo.kernels.cuda.scales import current_scale, visible_scale
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "cast_sum",
     "cast_transpose",
     "cast_transpose_amax",
+    "current_scale",
     "local_scales",
     "magnitudes",
     "norm_backward",

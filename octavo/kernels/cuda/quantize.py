@@ -28,6 +28,7 @@ from octavo.kernels.cuda.cast import MAX_PARTS, PROGRAMS, amax_parts, largest_pa
 from octavo.kernels.cuda.cast import TILE as FLAT_TILE
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import as_fp8, flushed_count, magnitude_bits, saturated_count
+from octavo.kernels.cuda.scales import visible
 from octavo.kernels.cuda.tiles import (
     REPEAT,
     TILE_K,
@@ -93,15 +94,6 @@ def _add_rows_kernel(parts_ptr, sum_ptr, rows, k_size, ROWS: tl.constexpr, COLUM
     tl.store(sum_ptr + k, tl.sum(total, 0), mask=k < k_size)
 
 
-@triton.jit
-def _visible_scale(scale, amax, unit_ptr):
-    """(scale · unit, or NaN where amax is not finite; its reciprocal): scalars. unit [1]: FP32 or None."""
-    visible = tl.where(amax < float("inf"), scale, float("nan"))
-    if unit_ptr is not None:
-        visible *= tl.load(unit_ptr)
-    return visible, tl.div_rn(1.0, visible)
-
-
 @triton.jit(do_not_specialize=["tiles_k", "parts"])
 def _quantize_kernel(
     x_ptr,
@@ -144,8 +136,8 @@ def _quantize_kernel(
     amax = largest_part(parts_ptr, parts, PARTS)
     scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
     if program == 0:
-        visible, inverse = _visible_scale(scale, amax, unit_ptr)
-        tl.store(scale_ptr, visible)
+        shown, inverse = visible(scale, amax, unit_ptr)
+        tl.store(scale_ptr, shown)
         tl.store(inverse_ptr, inverse)
     store_codes(
         x, inside, tile, m, k, k_padded, scale, codes_ptr, codes_t_ptr, stats_ptr, None,
@@ -195,26 +187,10 @@ def _cast_current_kernel(
     tl.store(codes_ptr + start + lane, codes, mask=valid)
 
 
-@triton.jit
-def _visible_scale_kernel(scale_ptr, amax_ptr, unit_ptr, pending_ptr, visible_ptr, inverse_ptr):
-    """visible = scale · unit, or NaN where amax is not finite; inverse = 1 / visible; pending = max(pending, amax if finite).
-
-    All [1]: FP32; unit and pending may be None.
-    """
-    amax = tl.load(amax_ptr)
-    visible, inverse = _visible_scale(tl.load(scale_ptr), amax, unit_ptr)
-    tl.store(visible_ptr, visible)
-    tl.store(inverse_ptr, inverse)
-    if pending_ptr is not None:
-        pending = tl.load(pending_ptr)
-        tl.store(pending_ptr, tl.where((amax < float("inf")) & (amax > pending), amax, pending))
-
-
 _launch_amax_sums = Launcher(_amax_sums_kernel, num_warps=8)
 _launch_quantize = Launcher(_quantize_kernel, num_warps=4)
 _launch_add_rows = Launcher(_add_rows_kernel, num_warps=8)
 _launch_cast_current = Launcher(_cast_current_kernel, num_warps=8)
-_launch_visible_scale = Launcher(_visible_scale_kernel, num_warps=1)
 
 
 def quantize(
@@ -274,15 +250,6 @@ def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tupl
         *(numel, parts.numel(), fmt.max, fmt.mantissa_bits, True, MAX_PARTS, FLAT_TILE),
     )
     return codes, scale, largest
-
-
-def visible_scale(
-    scale: Tensor, amax: Tensor, unit: Tensor | None = None, pending: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `octavo.kernels.reference.visible_scale`."""
-    visible, inverse = torch.empty_like(scale), torch.empty_like(scale)
-    _launch_visible_scale(1, (scale, amax, unit, pending, visible, inverse))
-    return visible, inverse
 
 
 def _amax_parts_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:

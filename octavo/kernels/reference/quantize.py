@@ -47,6 +47,12 @@ def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tupl
     return cast(x, multiplier, fmt.dtype, stats=stats), scale, cast(maximum, multiplier, fmt.dtype).float()
 
 
+def current_scale(amax: Tensor, max: float, power_of_two: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """(scale_from_amax(amax), and `visible_scale` of it), FP32, 0-d."""
+    scale = scale_from_amax(amax, max, power_of_two)
+    return scale, *visible_scale(scale, amax)
+
+
 def visible_scale(
     scale: Tensor, amax: Tensor, unit: Tensor | None = None, pending: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
