@@ -168,7 +168,7 @@ def test_compiled_gradients_are_those_of_eager_blocks(dialect, recipe, options, 
 
 
 def test_known_maxima_compile_nothing_again_and_change_no_bit(seed):
-    """From a step of the optimizer on, codes of weights are not read for their maxima; other writes are seen, compiled or not."""
+    """Those of weights after a step of the optimizer or another write, and of gradients for the optimizer; compiled or not."""
     counted = torch._dynamo.utils.counters["stats"]
     runs = []
     for compiled in (False, True):
@@ -181,6 +181,8 @@ def test_known_maxima_compile_nothing_again_and_change_no_bit(seed):
             results += block_gradients(block, *block_inputs(seed + step), keep=True)
             known.append(known_amax(codes))
             assert torch.equal(known[-1], kernels.amax(codes))
+            for weight in (layer.weight for layer in block.modules() if isinstance(layer, FP8Linear)):
+                assert torch.equal(known_amax(weight.grad.codes), kernels.amax(weight.grad.codes))
             if step == 2:
                 with torch.no_grad():
                     block.attention.qkv.weight.mul_(3 * torch.rand(192, 64))

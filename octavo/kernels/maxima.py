@@ -6,7 +6,8 @@ optimizer or a user that writes to it raises the version. (Writes through `.data
 
 Of intermediate tensors, only eager mode may ask: a compiler writes over memory that it needs no longer without raising a version. Of a
 weight a compiled region asks as well, but as it runs and not as it is traced: inside of an opaque operator (`ops_quantize.quantize`),
-which gets the very tensor that the layer holds. So nothing of this is an input of a graph, and none is compiled again for it.
+which gets the very tensor that the layer holds. So nothing of this is an input of a graph, and none is compiled again for it. Likewise
+`ops_quantize.cast_current` leaves its maximum on the FP8 gradient that a region returns, for the optimizer.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from octavo.kernels.dispatch import backend
 
 
 def remember_amax(x: Tensor, amax: Tensor) -> Tensor:
-    """`x` with its largest magnitude (FP32, 0-d) on it: whoever made x had it at hand, and a cast need not read x for it."""
-    x._octavo_amax = (x._version, x.data_ptr(), amax)  # type: ignore[attr-defined]
+    """`x` with its largest magnitude (FP32, 0-d) on it: whoever made x had it at hand, and a cast need not read x for it.
+
+    A tensor of inference mode has no version, and keeps none.
+    """
+    if not x.is_inference():
+        x._octavo_amax = (x._version, x.data_ptr(), amax)  # type: ignore[attr-defined]
     return x
 
 

@@ -6,7 +6,7 @@ import torch
 
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
-from octavo.kernels.maxima import kept_amax
+from octavo.kernels.maxima import kept_amax, remember_amax
 from octavo.kernels.ops import new_stats, or_empty, padded
 
 
@@ -59,7 +59,8 @@ def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count
 )
 def cast_current(x, dtype, count):
     stats = new_stats(x, count)
-    return *backend(x).cast_current(x, Format.of(dtype), stats=stats if count else None), stats
+    codes, scale, largest = backend(x).cast_current(x, Format.of(dtype), stats=stats if count else None)
+    return remember_amax(codes, largest), scale, largest, stats
 
 
 @cast_current.register_fake

@@ -220,7 +220,7 @@ def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = Non
     codes, scale, largest = kernels.cast_current(
         grad, E4M3, return_amax=True, stats=None if stats is None else stats[:2]
     )
-    if not is_compiling() and not codes.is_inference():
+    if not is_compiling():  # (there, the operator does)
         remember_amax(codes, largest)  # for the optimizer
     if stats is not None:
         stats[2] += grad.numel()
