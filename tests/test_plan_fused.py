@@ -42,7 +42,7 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
         (GPT, "O2", {"micro_batches": 2}),
         (LLAMA, "O2", {"micro_batches": 3}),
         (GPT, "O2", {"release": "partial"}),
-        (LLAMA, "O2", {"release": "two_pass"}),
+        (LLAMA, "O2", {"release": "two_pass", "micro_batch": 16}),
         (dataclasses.replace(GPT, tie_embeddings=True), "O2", {}),
         (dataclasses.replace(GPT, positions="learned", **BIASED), "O2", {}),
         (LLAMA, "paper", {}),
@@ -52,7 +52,8 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
 )
 def test_peak_of_other_ways_to_train(model, recipe, changes, seed):
     recipe = dataclasses.replace(RECIPES["O2"], scaling="delayed") if recipe == "O2-delayed" else RECIPES[recipe]
-    check(Setup(fused(model), recipe, 64, 4, device="cpu", **changes), fake=False, seed=seed)
+    changes = {"micro_batch": 4, **changes}
+    check(Setup(fused(model), recipe, 64, device="cpu", **changes), fake=False, seed=seed)
 
 
 BIG = [(SIZES["7b"], "none", 2), (SIZES["13b"], "selective", 1), (GPT20B, "full", 2), (SIZES["llama-8b"], "none", 1)]
@@ -175,3 +176,26 @@ def test_fusing_is_proposed_where_memory_is_short():
     assert proposed["model.fused=true"].fused and "model.fused=true" not in dict(
         alternatives(proposed["model.fused=true"])
     )
+
+
+@pytest.mark.parametrize(("mode", "batch"), [("none", 2), ("none", 16), ("selective", 16), ("full", 16)])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_peak_of_the_compiled_step(model, mode, batch, seed):
+    model = fused(model, recompute=mode, dim=256, ffn_dim=None)
+    check(Setup(model, RECIPES["O2"], 64, batch, compiled=True, device="cpu"), fake=False, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        ("none", {"micro_batches": 2}),
+        ("none", {"micro_batches": 3}),
+        ("none", {"release": "partial"}),
+        ("full", {"release": "partial"}),
+        ("none", {"release": "two_pass"}),
+    ],
+    ids=["accumulating", "accumulating-3", "partial", "full, partial", "two_pass"],
+)
+def test_peak_of_other_ways_to_train_compiled(mode, changes, seed):
+    model = fused(GPT, recompute=mode, dim=256)
+    check(Setup(model, RECIPES["O2"], 64, 8, compiled=True, device="cpu", **changes), fake=False, seed=seed)

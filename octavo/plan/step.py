@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from octavo.plan.backward import Backward
 from octavo.plan.fused import Fused
-from octavo.plan.shapes import OTHER, STATES, WEIGHTS, WORK, Setup
+from octavo.plan.shapes import ATTENTION, COPIES, FEED_FORWARD, HEAD, OTHER, RESIDUAL, STATES, WEIGHTS, WORK, Setup
 from octavo.plan.tape import Tape
 
 CUBLAS = 64 << 20
@@ -35,6 +35,8 @@ def simulate(setup: Setup) -> Tape:
     tape, step = begin(setup)
     step.forward()
     step.loss()
+    if setup.release == "two_pass":  # the first of two backwards frees nothing of what forward kept
+        tape.pin(RESIDUAL, ATTENTION, FEED_FORWARD, HEAD, *((COPIES,) if setup.compiled else ()))
     step.backward()
     return tape
 

@@ -23,6 +23,7 @@ class Tape:
         """What is going on now, in words; the program sets it."""
         self._held: dict[str, tuple[int, str]] = {}
         self._kinds: dict[str, int] = defaultdict(int)
+        self._pinned: set[str] = set()
 
     def hold(self, name: str, size: float, kind: str) -> None:
         """Allocate `size` bytes under `name`."""
@@ -38,10 +39,16 @@ class Tape:
     def drop(self, *names: str) -> None:
         """Free these; names that are not alive are ignored, since what a mode never kept need not be freed."""
         for name in names:
+            if name in self._pinned:
+                continue
             size, kind = self._held.pop(name, (0, ""))
             self.now -= size
             if size:
                 self._kinds[kind] -= size
+
+    def pin(self, *kinds: str) -> None:
+        """What is alive now of these kinds stays: from here on `drop` passes it over."""
+        self._pinned = {name for name, (_, kind) in self._held.items() if kind in kinds}
 
     def brief(self, size: float, kind: str) -> None:
         """Allocate `size` bytes and free them at once."""
