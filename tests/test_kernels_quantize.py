@@ -47,6 +47,8 @@ def test_quantize_equals_its_parts(shape, power_of_two, fmt, seed):
         assert codes is None and sums is None
         assert_same_bits(codes_t, want[1])
         assert kernels.quantize(x, fmt, col=False)[1] is None
+        rounded = kernels.quantize(x, fmt, column_sum=torch.bfloat16)[3]
+        assert_same_bits(rounded, x.sum(0, dtype=torch.float32).bfloat16())
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])

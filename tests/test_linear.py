@@ -320,3 +320,11 @@ def test_A16_wild_initialisation(recipe, seed):
     assert all(loss == loss for loss in losses)
     assert losses[-1] < losses[0] and abs(losses[-1] / expected[-1] - 1) < 0.2
     assert sum(counts["grad_output"]["flushed"] + counts["input"]["flushed"] for counts in stats.values()) > 0
+
+
+def test_backward_is_not_differentiated_twice(seed):
+    """A penalty on a gradient has an error to show, and no gradient that is silently wrong."""
+    layer, x = make(32, 16, O2), torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()

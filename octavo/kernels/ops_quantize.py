@@ -24,7 +24,7 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit
         power_of_two=power_of_two,
         row=row,
         col=col,
-        column_sum=column_sum,
+        column_sum=torch.float32 if column_sum else None,
         amax=kept_amax(x) if keep_amax else amax,
         unit=unit,
         stats=stats if count else None,

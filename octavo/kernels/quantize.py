@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -24,7 +25,7 @@ def quantize(
     power_of_two: bool = True,
     row: bool = True,
     col: bool = True,
-    column_sum: bool = False,
+    column_sum: bool | torch.dtype = False,
     amax: Tensor | None = None,
     keep_amax: bool = False,
     unit: Tensor | None = None,
@@ -40,7 +41,8 @@ def quantize(
         fmt: E4M3 or E5M2.
         power_of_two: of the scale.
         row, col: codes and codes_t that are not wanted are None.
-        column_sum: sum the columns of x (not of the codes), FP32 [K]; the order of the terms is fixed, but is the device's. Else None.
+        column_sum: sum the columns of x (not of the codes), [K], in FP32, which a dtype given here rounds to it; the order of the terms is
+            fixed, but is the device's. Else None.
         amax: that of x, FP32 0-d, if whoever made x knows it: then nothing is read for it. (Column sums are made from the first read, so
             that with `column_sum` it is of no use.)
         keep_amax: x is read many times before it changes, as weights are: take its amax from the tensor, where the first call leaves it
@@ -57,14 +59,16 @@ def quantize(
         amax = kept_amax(x)
     if x.requires_grad:
         x = x.detach()
+    dtype = torch.float32 if column_sum is True else column_sum or None
     if is_compiling():
         count = stats is not None
         codes, codes_t, scale, inverse, sums, counts = ops_quantize.quantize(
-            x, fmt.dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count
+            x, fmt.dtype, power_of_two, row, col, dtype is not None, amax, keep_amax, unit, count
         )
         if stats is not None:
             stats += counts
-        codes, codes_t, sums = codes if row else None, codes_t if col else None, sums if column_sum else None
+        codes, codes_t = codes if row else None, codes_t if col else None
+        sums = None if dtype is None else sums.to(dtype)
     else:
         codes, codes_t, scale, inverse, sums = backend(x).quantize(
             x,
@@ -72,7 +76,7 @@ def quantize(
             power_of_two=power_of_two,
             row=row,
             col=col,
-            column_sum=column_sum,
+            column_sum=dtype,
             amax=amax,
             unit=unit,
             stats=stats,

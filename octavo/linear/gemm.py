@@ -14,6 +14,8 @@ saved for backward, one byte an element, and not even that when the weight is fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +54,17 @@ class Gemms(NamedTuple):
     stats: dict[str, Tensor] | None = None
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable`, whose change of grad mode costs the host as much as a launch, only where autograd records backward."""
+    guarded = once_differentiable(backward)
+
+    @wraps(backward)
+    def choose(ctx: Any, *gradients: Tensor) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return choose
+
+
 class LinearFunction(torch.autograd.Function):
     """y = x · wᵀ + bias, from operands that the caller cast; the gradients of x [M, K], w [N, K] and bias [N]."""
 
@@ -73,26 +86,26 @@ class LinearFunction(torch.autograd.Function):
         return fprop(x_operand, w_operand, bias, gemms, (x.shape[0], n))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias, those that are needed."""
         gemms, weight, (m, k) = ctx.gemms, ctx.weight, ctx.shape
         recipe = gemms.recipe
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         check_version(weight, ctx.version)
-        dx = dw = sums = None
+        dx = dw = db = None
         if m == 0:
             dx = dy.new_zeros((0, k), dtype=ctx.x_dtype) if need_x else None
             dw = torch.zeros(weight.shape, dtype=weight.dtype, device=dy.device) if need_w else None
         elif need_x or need_w:
             stats = gemms.stats or {}
-            dy_operand, sums = cast_and_sum(
+            dy_operand, db = cast_and_sum(
                 dy,
                 recipe.grad_output,
                 recipe.power_of_two,
                 need_x,
                 need_w,
-                need_b,
+                ctx.bias_dtype if need_b else None,
                 gemms.scaling,
                 True,
                 None,
@@ -106,9 +119,8 @@ class LinearFunction(torch.autograd.Function):
         if dw is not None:
             dw = stored_gradient(dw, weight, gemms)
         release_operand(weight, need_w)
-        db = None
-        if need_b:
-            db = (column_sum(dy) if sums is None else sums).to(ctx.bias_dtype)
+        if need_b and db is None:
+            db = column_sum(dy, ctx.bias_dtype)
         return dx, dw, db, None, None, None
 
 

@@ -130,7 +130,7 @@ class FP8Linear(nn.Linear):
             cached = getattr(x, "_octavo_cast", None)
             if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
                 return cached[1]
-        operand, _ = cast_and_sum(flat, fmt, power_of_two, True, wgrad, False, scaling, record, None, stats)
+        operand, _ = cast_and_sum(flat, fmt, power_of_two, True, wgrad, None, scaling, record, None, stats)
         if shared:
             x._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
         return operand

@@ -74,7 +74,7 @@ def cast_operand(
 
     `record` lets `scaling` see the maximum of `x`. `stats` (int64 [3]) is increased by the numbers of saturated, flushed and all elements.
     """
-    return cast_and_sum(x, fmt, power_of_two, row, col, False, scaling, record, None, stats)[0]
+    return cast_and_sum(x, fmt, power_of_two, row, col, None, scaling, record, None, stats)[0]
 
 
 def cast_and_sum(
@@ -83,13 +83,16 @@ def cast_and_sum(
     power_of_two: bool,
     row: bool,
     col: bool,
-    sum_columns: bool,
+    sum_columns: torch.dtype | None,
     scaling: DelayedScaling | None,
     record: bool,
     amax: Tensor | None,
     stats: Tensor | None,
 ) -> tuple[Operand, Tensor | None]:
-    """`cast_operand`, and the sum of the columns of `x`, FP32 [K], if wanted; of an `x` whose amax, FP32 0-d, is given or on it, or not."""
+    """`cast_operand`, and the sum of the columns of `x`, [K], of the dtype `sum_columns` if there is one.
+
+    The amax of x, FP32 0-d, is given, or on it, or not known.
+    """
     counts, amax = None if stats is None else stats[:2], known_amax(x) if amax is None else amax
     if stats is not None:
         stats[2] += x.numel()
@@ -100,7 +103,7 @@ def cast_and_sum(
             power_of_two=power_of_two,
             row=row,
             col=col,
-            column_sum=sum_columns,
+            column_sum=sum_columns or False,
             amax=amax,
             return_inverse=True,
             stats=counts,
@@ -113,12 +116,12 @@ def cast_and_sum(
         scale = scaling.scale_of(lambda: amax, x.device, fmt.max)
         codes, codes_t = kernels.cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=counts)
     operand = Operand(codes, codes_t, *scaling.visible_scale(scale, amax, record))
-    return operand, column_sum(x) if sum_columns else None
+    return operand, None if sum_columns is None else column_sum(x, sum_columns)
 
 
-def column_sum(x: Tensor) -> Tensor:
-    """The sum of the rows of `x` [M, K], FP32 [K]."""
-    return x.sum(0, dtype=torch.float32)
+def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of the rows of `x` [M, K], made in FP32 and rounded to `dtype`, [K]."""
+    return x.sum(0, dtype=torch.float32).to(dtype)
 
 
 def weight_operand(

@@ -17,6 +17,7 @@ from octavo.linear.gemm import Gemms, check_version, dgrad, fprop, stored_gradie
 from octavo.linear.operand import (
     Operand,
     cast_and_sum,
+    cast_operand,
     known_amax,
     release_operand,
     remember_amax,
@@ -125,18 +126,64 @@ class NormHeads(torch.autograd.Function):
         check_version(ctx.weight, ctx.version)
         recipe, needs = ctx.gemms.recipe, ctx.needs_input_grad
         dq, dk, dv, residual = gradients
+        norm_dtype, bias_dtype = ctx.dtypes[0], ctx.dtypes[1] if needs[4] else None
         dy, amax = kernels.rotary_backward(dq, dk, dv, cos, sin)
         dy = dy.view(x.shape[0], -1)
         operand, db = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], needs[4], ctx.gemms.scaling, True, amax, None
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], bias_dtype, ctx.gemms.scaling, True, amax, None
         )
         dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
         dw = _weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
         release_operand(ctx.weight, needs[3])
         dx, dgain, dshift, amax = kernels.norm_backward(dn, x, norm_weight, mean, rstd, _rows(residual))
         dx = _like(dx, ctx.shape, amax)
-        dgain, dshift, db = dgain.to(norm_weight.dtype), _to(dshift, ctx.dtypes[0]), _to(db, ctx.dtypes[1])
+        dgain, dshift = dgain.to(norm_weight.dtype), _to(dshift, norm_dtype)
         return dx, dgain, dshift, dw, db, None, None, None, None, None, None
+
+
+class Projection(torch.autograd.Function):
+    """(x · wᵀ + bias of x [M, K], a token): the gradient of the token, FP32 0-d, is the largest magnitude of that of the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: Gemms, past: Past
+    ) -> tuple[Tensor, Tensor]:
+        needs, recipe = [past.record and need for need in ctx.needs_input_grad], gemms.recipe
+        assert recipe.input is not None
+        operand = cast_operand(
+            x,
+            recipe.input,
+            power_of_two=recipe.power_of_two,
+            col=needs[1],
+            scaling=past.scaling,
+            record=past.record,
+        )
+        ctx.gemms, ctx.weight, ctx.version, ctx.shape, ctx.dtype = (
+            gemms,
+            weight,
+            weight_version(weight),
+            x.shape,
+            x.dtype,
+        )
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(operand.codes_t, operand.inverse)
+        y = _product(operand, weight, bias, gemms, x.shape[0], any(needs))
+        return y, x.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
+        codes_t, inverse = ctx.saved_tensors
+        gemms, weight, needs = ctx.gemms, ctx.weight, ctx.needs_input_grad
+        check_version(weight, ctx.version)
+        recipe, bias_dtype = gemms.recipe, ctx.bias_dtype if needs[2] else None
+        operand, db = cast_and_sum(
+            dy, recipe.grad_output, recipe.power_of_two, needs[0], needs[1], bias_dtype, gemms.scaling, True, amax, None
+        )
+        dx = dgrad(operand, weight, gemms, ctx.shape, ctx.dtype) if needs[0] else None
+        dw = _weight_gradient(operand, codes_t, inverse, weight, gemms) if needs[1] else None
+        release_operand(weight, needs[1])
+        return dx, dw, db, None, None
 
 
 class FeedForward(torch.autograd.Function):
@@ -150,7 +197,8 @@ class FeedForward(torch.autograd.Function):
         b1: Tensor | None,
         w2: Tensor,
         b2: Tensor | None,
-        addend: Tensor | None,
+        addend: Tensor,
+        token: Tensor,
         how: tuple[float, bool],
         kind: str,
         gemms: tuple[Gemms, Gemms],
@@ -188,8 +236,9 @@ class FeedForward(torch.autograd.Function):
         for weight, version in zip(ctx.weights, ctx.versions, strict=True):
             check_version(weight, version)
         recipe, dy = out.recipe, _rows(dy)
+        norm_dtype, b1_dtype, b2_dtype = ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[2] if needs[6] else None
         operand, db2 = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, True, needs[5], needs[6], out.scaling, True, None, None
+            dy, recipe.grad_output, recipe.power_of_two, True, needs[5], b2_dtype, out.scaling, True, None, None
         )
         da = dgrad(operand, w2, out, (x.shape[0], w2.shape[1]), x.dtype)
         dw2 = None
@@ -211,11 +260,9 @@ class FeedForward(torch.autograd.Function):
         dw1 = _weight_gradient(operand, n_codes_t, n_inverse, w1, up) if needs[3] else None
         release_operand(w1, needs[3])
         dx, dgain, dshift, largest = kernels.norm_backward(dn, x, norm_weight, mean, rstd, dy)
-        d_addend = _like(dx, dx.shape, largest) if needs[7] else None
-        norm_dtype, b1_dtype, b2_dtype = ctx.dtypes
         dgain, dshift = dgain.to(norm_weight.dtype), _to(dshift, norm_dtype)
-        gradients = (_like(dx, ctx.shape, largest), dgain, dshift, dw1, _to(db1, b1_dtype), dw2, _to(db2, b2_dtype))
-        return *gradients, d_addend, None, None, None, None, None
+        gradients = (_like(dx, ctx.shape, largest), dgain, dshift, dw1, _to(db1, b1_dtype), dw2, db2)
+        return *gradients, dx, largest, None, None, None, None, None
 
 
 def _product(x: Operand, weight: Tensor, bias: Tensor | None, gemms: Gemms, m: int, backward: bool) -> Tensor:

@@ -29,7 +29,7 @@ def check_quantize(cuda, x: torch.Tensor, fmt: Format, unit: torch.Tensor | None
     stats, want_stats = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(2))
     options = {"power_of_two": power_of_two, "unit": unit}
     want = reference.quantize(x, fmt, **options, stats=want_stats)
-    codes, codes_t, scale, inverse, sums = cuda.quantize(x, fmt, **options, column_sum=True, stats=stats)
+    codes, codes_t, scale, inverse, sums = cuda.quantize(x, fmt, **options, column_sum=torch.float32, stats=stats)
     for got, expected in zip((codes, codes_t, scale, inverse), want[:4], strict=True):
         assert_same_bits(got, expected)
     assert torch.equal(stats, want_stats)
@@ -87,8 +87,10 @@ def test_quantize_of_extreme_magnitudes(cuda, size, power_of_two, seed):
 def test_quantize_of_several_tiles(cuda, dtype, fmt, shape, seed):
     x = on(torch.randn(shape)).to(dtype)
     check_quantize(cuda, x, fmt, scalar(4.0))
-    first, again = (cuda.quantize(x, fmt, column_sum=True)[4] for _ in range(2))
+    first, again = (cuda.quantize(x, fmt, column_sum=torch.float32)[4] for _ in range(2))
     assert_same_bits(first, again)
+    for rounded in (torch.bfloat16, torch.float16):
+        assert_same_bits(cuda.quantize(x, fmt, column_sum=rounded)[4], first.to(rounded))
 
 
 def test_launches_follow_their_arguments(cuda, seed):
@@ -100,7 +102,7 @@ def test_launches_follow_their_arguments(cuda, seed):
                 for offset in (0, 1, 8):
                     x = flat.to(dtype)[offset : offset + m * k].view(m, k)
                     for unit in (None, scalar(2.0)):
-                        codes, codes_t, scale, _, sums = cuda.quantize(x, E4M3, unit=unit, column_sum=True)
+                        codes, codes_t, scale, _, sums = cuda.quantize(x, E4M3, unit=unit, column_sum=torch.float32)
                         want = reference.quantize(x, E4M3, unit=unit)
                         for got, expected in zip((codes, codes_t, scale), want, strict=False):
                             assert_same_bits(got, expected)

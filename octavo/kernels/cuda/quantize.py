@@ -83,7 +83,7 @@ def _amax_sums_kernel(
 
 @triton.jit
 def _add_rows_kernel(parts_ptr, sum_ptr, rows, k_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sum = Σ over the rows of parts, ROWS at a time in their order. parts [rows, k_size], sum [k_size]: FP32."""
+    """sum = Σ over the rows of parts, ROWS at a time in their order. parts [rows, k_size]: FP32; sum [k_size]: any float."""
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -91,7 +91,7 @@ def _add_rows_kernel(parts_ptr, sum_ptr, rows, k_size, ROWS: tl.constexpr, COLUM
         at = (start + row).to(tl.int64) * k_size
         valid = (start + row < rows)[:, None] & (k < k_size)[None, :]
         total += tl.load(parts_ptr + at[:, None] + k[None, :], mask=valid, other=0.0)
-    tl.store(sum_ptr + k, tl.sum(total, 0), mask=k < k_size)
+    tl.store(sum_ptr + k, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=k < k_size)
 
 
 @triton.jit(do_not_specialize=["tiles_k", "parts"])
@@ -200,7 +200,7 @@ def quantize(
     power_of_two: bool = True,
     row: bool = True,
     col: bool = True,
-    column_sum: bool = False,
+    column_sum: torch.dtype | None = None,
     amax: Tensor | None = None,
     unit: Tensor | None = None,
     stats: Tensor | None = None,
@@ -222,10 +222,10 @@ def quantize(
     if not x.is_contiguous():
         x = x.contiguous()
     sums = None
-    if column_sum:
-        parts, sums = _amax_parts_and_sum(x)
+    if column_sum is not None:
+        parts, sums = _amax_parts_and_sum(x, column_sum)
     else:
-        parts = amax_parts(x) if amax is None else amax.view(torch.int32).view(1)
+        parts = amax_parts(x) if amax is None else amax.view(torch.int32)
     programs, shape, shape_t, scalars = _plan(m, k, fmt.dtype, power_of_two, parts.numel())
     codes = x.new_empty(shape, dtype=fmt.dtype) if row else None
     codes_t = x.new_empty(shape_t, dtype=fmt.dtype) if col else None
@@ -252,16 +252,16 @@ def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tupl
     return codes, scale, largest
 
 
-def _amax_parts_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(`amax_parts`, the sum of the rows FP32 [K]) of a contiguous matrix, in one read."""
+def _amax_parts_and_sum(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(`amax_parts`, the sum of the rows [K], made in FP32 and rounded to `dtype`) of a contiguous matrix, in one read."""
     m, k = x.shape
     programs_m, programs_k, turns = _rows_division(m, k)
     parts = x.new_empty(programs_m * programs_k, dtype=torch.int32)
     sums = x.new_empty((programs_m, k), dtype=torch.float32)
     _launch_amax_sums(programs_m * programs_k, (x, parts, sums), m, k, programs_k, turns, ROUNDS, ROWS, COLUMNS)
     if programs_m == 1:
-        return parts, sums.view(k)
-    out = x.new_empty(k, dtype=torch.float32)
+        return parts, sums.view(k).to(dtype)
+    out = x.new_empty(k, dtype=dtype)
     _launch_add_rows(-(-k // COLUMNS), (sums, out), programs_m, k, ROWS, COLUMNS)
     return parts, out
 

@@ -21,20 +21,21 @@ def quantize(
     power_of_two: bool = True,
     row: bool = True,
     col: bool = True,
-    column_sum: bool = False,
+    column_sum: torch.dtype | None = None,
     amax: Tensor | None = None,
     unit: Tensor | None = None,
     stats: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
     """(codes, codes_t, scale, inverse, column_sum) of `x` [M, K]: `cast_transpose` with the scale of its own amax.
 
-    The scale returned is visible (see `visible_scale`), and inverse is its reciprocal; column_sum is FP32 [K], before the cast.
+    The scale returned is visible (see `visible_scale`), and inverse is its reciprocal; column_sum is [K], before the cast.
     """
     maximum = largest(x) if amax is None else amax
     scale = scale_from_amax(maximum, fmt.max, power_of_two)
     codes, codes_t = cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=stats)
     visible, inverse = visible_scale(scale, maximum, unit)
-    return codes, codes_t, visible, inverse, x.sum(0, dtype=torch.float32) if column_sum else None
+    sums = None if column_sum is None else x.sum(0, dtype=torch.float32).to(column_sum)
+    return codes, codes_t, visible, inverse, sums
 
 
 def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
