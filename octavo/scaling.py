@@ -39,7 +39,11 @@ __all__ = ["CurrentScaling", "DelayedScaling", "delayed_amax", "scale_from_amax"
 def delayed_amax(history: Tensor, old: Tensor) -> Tensor:
     """The maxima that give scales: those of `history` [..., window], or `old` [...] where they are zero or not finite. FP32 [...]."""
     new = history.amax(-1)
-    return torch.where((new > 0) & new.isfinite(), new, old)
+    return torch.where(_usable(new), new, old)
+
+
+def _usable(amax: Tensor) -> Tensor:
+    return (amax > 0) & (amax < torch.inf)
 
 
 class CurrentScaling:
@@ -205,13 +209,18 @@ class _Windows:
     def update(self, recorded: tuple[bool, ...], done: Tensor | None) -> None:
         """Ends a step in which the rows `recorded` took part."""
         mask = None if all(recorded) else self._mask(recorded)
+        moves = None if mask is None else mask.unsqueeze(-1)
+        if done is not None:
+            done = done.to(self.history.device)
+            moves = done if moves is None else moves & done
         history = torch.cat([self.pending.unsqueeze(-1), self.history[:, :-1]], -1)
-        moves = mask if done is None else done.to(history.device) if mask is None else mask & done.to(history.device)
-        if moves is not None:
-            history = torch.where(moves if moves.dim() == 0 else moves.unsqueeze(-1), history, self.history)
-        held = delayed_amax(history, self.held)
-        self.history.copy_(history)
-        self.held.copy_(held if mask is None else torch.where(mask, held, self.held))
+        if moves is None:
+            self.history.copy_(history)
+        else:
+            torch.where(moves, history, self.history, out=self.history)
+        new = self.history.amax(-1)
+        usable = _usable(new) if mask is None else _usable(new) & mask
+        torch.where(usable, new, self.held, out=self.held)
         if mask is None:
             self.pending.zero_()
         else:
