@@ -102,7 +102,7 @@ class DelayedScaling:
 
     def scale_of(self, amax: Callable[[], Tensor], device: torch.device, max: float) -> Tensor:
         """`scale` of a tensor whose largest magnitude is `amax()`, which is called during the warm-up only."""
-        self._to(device)
+        self.to(device)
         if not self.warm:
             return scale_from_amax(delayed_amax(amax().view(1), self.held), max, margin=self.margin)
         if not is_compiling():
@@ -113,7 +113,7 @@ class DelayedScaling:
 
     def record(self, amax: Tensor) -> None:
         """Counts a maximum (FP32, 0-d) in the step that goes on; one that is not finite does not count."""
-        self._to(amax.device)
+        self.to(amax.device)
         self.pending.copy_(torch.maximum(self.pending, amax.nan_to_num(0.0, posinf=0.0)))
         if not is_compiling():
             self.expect_record()
@@ -125,7 +125,7 @@ class DelayedScaling:
         if is_compiling():
             self.record(amax)
             return visible_scale(scale, amax)
-        self._to(amax.device)
+        self.to(amax.device)
         self._recorded = True
         return visible_scale(scale, amax, pending=self.pending)
 
@@ -157,7 +157,8 @@ class DelayedScaling:
         self.updates, self._recorded = int(state["updates"]), bool(state["recorded"])
         self.warm = self.updates >= self.warmup
 
-    def _to(self, device: torch.device) -> None:
+    def to(self, device: torch.device) -> None:
+        """Moves the state, to where the tensors are that it scales. `scale` and `record` do so too, but later."""
         if self.history.device != device:
             for name in _STATE:
                 setattr(self, name, getattr(self, name).to(device))

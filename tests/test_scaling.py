@@ -216,6 +216,19 @@ def test_a_scale_is_made_once_a_step(seed, monkeypatch):
     assert [scaling.scale(torch.zeros(1), E4M3.max) for scaling in scalings] == [64.0, 1.0, 64.0]
 
 
+def test_windows_stay_where_they_are(seed):
+    """A captured graph holds their addresses, also when layers rest for a step."""
+    scalings = [DelayedScaling(warmup=0) for _ in range(3)]
+    addresses = set()
+    for number in range(4):
+        for scaling in scalings[: 3 - number % 2]:
+            scaling.visible_scale(scaling.scale(torch.ones(1), E4M3.max), torch.tensor(1.0), record=True)
+        update_all(scalings)
+        scales = [scaling.scale(torch.ones(1), E4M3.max).data_ptr() for scaling in scalings]
+        addresses.add((*(scaling.pending.data_ptr() for scaling in scalings), *scales))
+    assert len(addresses) == 1 and all(address % 16 == 0 for address in addresses.pop())
+
+
 def test_a_copy_has_a_state_of_its_own(seed):
     scalings = [DelayedScaling(warmup=0) for _ in range(2)]
     step(scalings[0], 3.0)

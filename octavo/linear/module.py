@@ -163,6 +163,14 @@ class FP8Linear(nn.Linear):
         """Forget all past maxima: the next steps scale each tensor by itself."""
         if self.recipe.scaling == "delayed":
             self.input_scaling, self.grad_output_scaling = DelayedScaling(), DelayedScaling()
+            self._move_scaling()
+
+    def _move_scaling(self) -> None:
+        """Past maxima are on the device of the weight before they are wanted, so that those of all layers can stay together."""
+        device = self.weight.device
+        if device.type != "meta":
+            for _, scaling in self.scalings():
+                scaling.to(device)
 
     def update_scaling(self, done: Tensor | None = None) -> None:
         """Let the maxima of a step enter the windows, unless `done` (bool, 0-d) is false; once for each optimizer step."""
@@ -179,6 +187,7 @@ class FP8Linear(nn.Linear):
         drop_weight_cache([self.weight])
         super()._apply(fn, recurse)
         self.watch_gradient()
+        self._move_scaling()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
