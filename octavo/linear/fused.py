@@ -1,6 +1,7 @@
 """FP8 layers with what surrounds them: a norm before, an activation between, residual sums, each as one autograd function.
 
     norm_heads      norm(x) · wᵀ + b as queries, keys and values, the first two turned by their positions; and x, for the residual sum
+    projection      x · wᵀ + b, which the next adds
     feed_forward    y = s + act(norm(s) · w₁ᵀ + b₁) · w₂ᵀ + b₂, s = x + addend
 
 On their own, norms and activations write BF16 that a cast reads twice, for its maximum and for its codes. Here their kernels write
@@ -11,7 +12,8 @@ columns of an output gradient, for a bias, costs nothing (`kernels.quantize`).
 Sums and copies that autograd would make of its own accord join a pass that is there. The gradient of the residual is added where that of
 the norm is made: therefore `norm_heads` returns x. The gradients of queries, keys and values, which attention returns one by one, are
 turned back into one matrix, without a concatenation (`kernels.rotary_backward`). Whoever makes the gradient that the next layer casts
-knows its largest value, and leaves it on the tensor (`remember_amax`): to keep tensors themselves, functions take and return [..., K].
+knows its largest value. From block to block it stays on the tensor (`remember_amax`), which therefore goes on as it is, [..., K]; not
+between compiled blocks. Within one, it is the gradient of a token that goes along, and which `torch.compile` sees like any other.
 
 Saved for backward: x, two numbers a row, the transposed codes of both operands and h in the compute dtype, as without fusion. With
 `recompute`, the codes of act(h) are made again from h: 1 byte an element for a pass of 3 bytes.
@@ -29,9 +31,9 @@ from torch.compiler import is_compiling
 
 from octavo.linear.gemm import Gemms
 from octavo.linear.module import FP8Linear
-from octavo.linear.regions import FeedForward, Heads, NormHeads, Past
+from octavo.linear.regions import FeedForward, Heads, NormHeads, Past, Projection
 
-__all__ = ["Heads", "can_fuse", "feed_forward", "has_hooks", "norm_heads"]
+__all__ = ["Heads", "can_fuse", "feed_forward", "has_hooks", "norm_heads", "projection"]
 
 Norm = nn.LayerNorm | nn.RMSNorm
 
@@ -72,6 +74,11 @@ def norm_heads(
     return NormHeads.apply(*tensors, _centered(norm, x), _gemms(layer, x), _past(layer), heads)
 
 
+def projection(x: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """(layer(x) of x [M, K], in the dtype of x; a token), both for `feed_forward`, which reads them alone. M is at least 1."""
+    return Projection.apply(x, layer.weight, layer.bias, _gemms(layer, x), _past(layer))
+
+
 def feed_forward(
     x: Tensor,
     norm: Norm,
@@ -79,14 +86,14 @@ def feed_forward(
     out: nn.Linear,
     kind: str,
     *,
-    addend: Tensor,
+    addend: tuple[Tensor, Tensor],
     recompute: bool = False,
 ) -> Tensor:
     """s + out(act(up(norm(s)))) of s = x + addend, in the shape and dtype of x [..., K]. `kind` as in `kernels.activation_cast`.
 
-    There is at least one row; the addend is a matrix, [M, K].
+    There is at least one row; the addend is what `projection` returns, a matrix [M, K] and its token.
     """
-    tensors = (x, norm.weight, _bias(norm), up.weight, up.bias, out.weight, out.bias, addend)
+    tensors = (x, norm.weight, _bias(norm), up.weight, up.bias, out.weight, out.bias, *addend)
     gemms, past = (_gemms(up, x), _gemms(out, x)), (_past(up), _past(out))
     return FeedForward.apply(*tensors, _centered(norm, x), kind, gemms, past, recompute)
 

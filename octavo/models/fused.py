@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.linear.fused import Heads, can_fuse, feed_forward, has_hooks, norm_heads
+from octavo.linear.fused import Heads, can_fuse, feed_forward, has_hooks, norm_heads, projection
 from octavo.models.layers import Block, GELUFeedForward, SwiGLUFeedForward
 
 
@@ -31,5 +31,5 @@ class FusedBlock(Block):
         heads = Heads(attention.n_heads, attention.kv_heads, attention.head_dim)
         table = (cos, sin) if attention.rotary else None
         q, k, v, x = norm_heads(x, self.attention_norm, attention.qkv, heads, table)
-        addend = attention.out(attention.mix(q, k, v, mask).flatten(0, 1))
+        addend = projection(attention.mix(q, k, v, mask).flatten(0, 1), attention.out)
         return feed_forward(x, self.ffn_norm, up, ffn.out, kind, addend=addend, recompute=recompute)

@@ -99,7 +99,7 @@ def test_compiled_blocks_run_the_kernels_of_eager_ones(dialect, seed):
         assert eager.count(name) == compiled.count(name), (name, sorted(set(eager)), sorted(set(compiled)))
     assert eager.count("_rotary_backward_kernel") == layers
     assert compiled.count("_quantize_kernel") <= eager.count("_quantize_kernel") + 4 * layers
-    assert compiled.count("_amax_kernel") <= eager.count("_amax_kernel") + 2 * layers
+    assert compiled.count("_amax_kernel") <= eager.count("_amax_kernel") + layers
     assert not any("cat" in one for one in compiled if "triton" in one), sorted(set(compiled))
 
 
