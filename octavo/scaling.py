@@ -19,7 +19,7 @@ All state is FP32 whatever the model's dtype, plain tensors, and of constant siz
 A step asks little of the host. `update_all` moves the windows of all layers on at once, as rows of a few tensors (`_Windows`), and makes
 their next scales, so that between two steps a scale is read where it lies. A cast then launches what has to follow it, one kernel
 that records its maximum and shows in the scale whether that is finite (`kernels.visible_scale`). Apart, the windows of a model of 32
-linear layers are 768 launches a step, and its records 320.
+linear layers would be 800 launches a step, and its records 256 more.
 """
 
 from __future__ import annotations
@@ -31,19 +31,15 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from octavo.kernels import amax as tensor_amax
-from octavo.kernels import scale_from_amax, visible_scale
+from octavo.kernels import scale_from_amax, update_windows, visible_scale
 
 __all__ = ["CurrentScaling", "DelayedScaling", "delayed_amax", "scale_from_amax", "update_all"]
 
 
 def delayed_amax(history: Tensor, old: Tensor) -> Tensor:
-    """The maxima that give scales: those of `history` [..., window], or `old` [...] where they are zero or not finite. FP32 [...]."""
-    new = history.amax(-1)
-    return torch.where(_usable(new), new, old)
-
-
-def _usable(amax: Tensor) -> Tensor:
-    return (amax > 0) & (amax < torch.inf)
+    """The maximum that gives the scale: that of `history`, or `old` (0-d) where it is zero or not finite. FP32, 0-d."""
+    new = history.max()
+    return torch.where((new > 0) & new.isfinite(), new, old)
 
 
 class CurrentScaling:
@@ -89,15 +85,18 @@ class DelayedScaling:
         self.held = torch.zeros(())
         """The maximum that gives the scale."""
         self._recorded = False
-        self._limit: tuple[float, int] | None = None
-        """Largest value of the format, and margin, of the last scale."""
-        self._ready: tuple[tuple[float, int], int, Tensor] | None = None
+        self._limit: float | None = None
+        """Largest value of the format, less the margin, of the last scale."""
+        self._ready: tuple[float, int, Tensor] | None = None
         """The scale for a limit as `update_all` made it, and the version of `held` that it belongs to."""
         self._place: tuple[_Windows, int] | None = None
         """The windows whose row this state is."""
 
     def scale(self, x: Tensor, max: float) -> Tensor:
-        """The scale of `x` for a format with largest value `max`; FP32, 0-d. During the warm-up `x` is read."""
+        """The scale of `x` for a format with largest value `max`; FP32, 0-d. During the warm-up `x` is read.
+
+        It is that of this step: the update may write the next one over it.
+        """
         return self.scale_of(lambda: tensor_amax(x), x.device, max)
 
     def scale_of(self, amax: Callable[[], Tensor], device: torch.device, max: float) -> Tensor:
@@ -106,7 +105,7 @@ class DelayedScaling:
         if not self.warm:
             return scale_from_amax(delayed_amax(amax().view(1), self.held), max, margin=self.margin)
         if not is_compiling():
-            self._limit, ready = (max, self.margin), self._ready
+            self._limit, ready = max * 2.0**-self.margin, self._ready
             if ready is not None and ready[0] == self._limit and ready[1] == self.held._version:
                 return ready[2]
         return scale_from_amax(self.held, max, margin=self.margin)
@@ -189,8 +188,11 @@ class _Windows:
     def __init__(self, scalings: Sequence[DelayedScaling]) -> None:
         self.history = torch.stack([scaling.history for scaling in scalings])
         self.pending, self.held = (_spaced(torch.stack([getattr(s, name) for s in scalings])) for name in _STATE[1:])
-        self.scales: dict[tuple[float, int], tuple[Tensor, tuple[Tensor, ...]]] = {}
-        """Scales [n] for a limit, and each of them 0-d."""
+        self.scales = _spaced(torch.ones_like(self.held))
+        self.each_scale = self.scales.unbind()
+        self.limits: tuple[float, ...] = ()
+        """The largest values of the formats that rows are for, 0 where nobody has asked yet; as a tensor [n]:"""
+        self.limit_values = torch.zeros(len(scalings), device=self.held.device)
         self.masks: dict[tuple[bool, ...], Tensor] = {}
         """Rows, bool [n]."""
         rows = zip(scalings, self.history, self.pending, self.held, strict=True)
@@ -207,40 +209,17 @@ class _Windows:
                 return windows
         return _Windows(scalings)
 
-    def update(self, recorded: tuple[bool, ...], done: Tensor | None) -> None:
-        """Ends a step in which the rows `recorded` took part."""
-        mask = None if all(recorded) else self._mask(recorded)
-        moves = None if mask is None else mask.unsqueeze(-1)
-        if done is not None:
-            done = done.to(self.history.device)
-            moves = done if moves is None else moves & done
-        history = torch.cat([self.pending.unsqueeze(-1), self.history[:, :-1]], -1)
-        if moves is None:
-            self.history.copy_(history)
-        else:
-            torch.where(moves, history, self.history, out=self.history)
-        new = self.history.amax(-1)
-        usable = _usable(new) if mask is None else _usable(new) & mask
-        torch.where(usable, new, self.held, out=self.held)
-        if mask is None:
-            self.pending.zero_()
-        else:
-            self.pending.masked_fill_(mask, 0.0)
-
-    def prepare(self, scalings: Sequence[DelayedScaling]) -> None:
-        """Makes the scales for the limits that were asked for, in place: a captured graph reads them where they are."""
+    def update(self, scalings: Sequence[DelayedScaling], recorded: tuple[bool, ...], done: Tensor | None) -> None:
+        """Ends a step in which the rows `recorded` took part, and leaves with each scaling the scale that it asked for before."""
+        limits = tuple(scaling._limit or 0.0 for scaling in scalings)
+        if limits != self.limits:
+            self.limits, self.limit_values = limits, torch.tensor(limits, device=self.held.device)
+        rows = None if all(recorded) else self._mask(recorded)
+        done = None if done is None else done.to(self.held.device)
+        update_windows(self.history, self.pending, self.held, self.scales, self.limit_values, rows, done)
         version = self.held._version
-        for limit in {scaling._limit for scaling in scalings if scaling._limit is not None and scaling.warm}:
-            scales = scale_from_amax(self.held, limit[0], margin=limit[1])
-            if limit in self.scales:
-                self.scales[limit][0].copy_(scales)
-            else:
-                scales = _spaced(scales)
-                self.scales[limit] = scales, scales.unbind()
-        for row, scaling in enumerate(scalings):
-            wanted = scaling._limit
-            ready = None if wanted is None else self.scales.get(wanted)
-            scaling._ready = None if wanted is None or ready is None else (wanted, version, ready[1][row])
+        for scaling, limit, scale in zip(scalings, limits, self.each_scale, strict=True):
+            scaling._ready = (limit, version, scale) if limit else None
 
     def _mask(self, rows: tuple[bool, ...]) -> Tensor:
         if rows not in self.masks:
@@ -252,7 +231,7 @@ class _Windows:
 
 @torch.no_grad()
 def update_all(scalings: Sequence[DelayedScaling], done: Tensor | None = None) -> None:
-    """`DelayedScaling.update` of many scalings in a few launches for all of them.
+    """`DelayedScaling.update` of many scalings in one launch for all of them.
 
     Call it with the same scalings in each step: the state of those on one device, with windows of one length, is kept together.
     """
@@ -263,11 +242,9 @@ def update_all(scalings: Sequence[DelayedScaling], done: Tensor | None = None) -
         recorded = tuple(scaling._recorded for scaling in group)
         if not any(recorded):
             continue
-        windows = _Windows.of(group)
-        windows.update(recorded, done)
+        _Windows.of(group).update(group, recorded, done)
         for scaling in group:
             if scaling._recorded:
                 scaling._recorded = False
                 scaling.updates += 1
                 scaling.warm = scaling.updates >= scaling.warmup
-        windows.prepare(group)

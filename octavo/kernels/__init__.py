@@ -37,6 +37,7 @@ from octavo.kernels.reference.magnitudes import Values
 from octavo.kernels.reference.reduce import ROW, Gradients, Places, Unpacked
 from octavo.kernels.reference.reduce_scalars import MuState
 from octavo.kernels.rotary import rotary, rotary_, rotary_backward
+from octavo.kernels.windows import update_windows
 
 __all__ = [
     "ALIGN",
@@ -92,6 +93,7 @@ __all__ = [
     "uncast_residual",
     "unpack_codes",
     "update_mu",
+    "update_windows",
     "visible_scale",
 ]
 

@@ -22,6 +22,7 @@ from octavo.kernels.cuda.residual import cast_residual, uncast_residual
 from octavo.kernels.cuda.rotary import rotary, rotary_, rotary_backward
 from octavo.kernels.cuda.scales import current_scale, visible_scale
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
+from octavo.kernels.cuda.windows import update_windows
 
 __all__ = [
     "activation_amax",
@@ -58,5 +59,6 @@ __all__ = [
     "uncast_residual",
     "unpack_codes",
     "update_mu",
+    "update_windows",
     "visible_scale",
 ]

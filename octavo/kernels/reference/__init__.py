@@ -29,6 +29,7 @@ from octavo.kernels.reference.reduce import cast_sum, local_scales, pack_codes, 
 from octavo.kernels.reference.reduce_scalars import update_mu
 from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_e4m11, uncast_residual
 from octavo.kernels.reference.rotary import rotary, rotary_, rotary_backward
+from octavo.kernels.reference.windows import update_windows
 
 __all__ = [
     "ALIGN",
@@ -72,5 +73,6 @@ __all__ = [
     "uncast_residual",
     "unpack_codes",
     "update_mu",
+    "update_windows",
     "visible_scale",
 ]
