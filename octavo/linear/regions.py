@@ -91,6 +91,8 @@ def _cast_norm(
 
 
 class NormHeads(torch.autograd.Function):
+    """See `octavo.linear.fused.norm_heads`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -187,6 +189,8 @@ class Projection(torch.autograd.Function):
 
 
 class FeedForward(torch.autograd.Function):
+    """See `octavo.linear.fused.feed_forward`."""
+
     @staticmethod
     def forward(
         ctx: Any,
