@@ -84,7 +84,11 @@ def test_plain_gradients_are_those_that_the_recipe_stores(recipe, seed):
         grad, exact = param.grad, parameters[name].grad
         assert isinstance(grad, ScaledTensor) and exact is not None and not isinstance(exact, ScaledTensor)
         if recipe == "O2":
-            assert bits(grad) == bits(scaled_gradient(exact.bfloat16(), torch.float32))
+            # A product with a BF16 output may sum in another order than one in FP32: where that crosses a tie, the code is the next one.
+            stored = scaled_gradient(exact.bfloat16(), torch.float32)
+            codes, others = (g.codes.view(torch.uint8).int() for g in (grad, stored))
+            assert grad.scale == stored.scale and (codes - others).abs().max() <= 1
+            assert (codes != others).sum() <= max(1, codes.numel() // 1000)
         torch.testing.assert_close(grad.dequantize(), exact, rtol=0.07, atol=float(exact.abs().max()) * 2**-12)
 
 
