@@ -19,8 +19,6 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import octavo
 from octavo.settings import override
 from octavo.train.config import (
@@ -75,15 +73,6 @@ def tables(recipe: str, records: list[dict[str, Any]]) -> tuple[list[dict[str, A
     return list(losses.values()), casts
 
 
-@torch.no_grad()
-def loss_in_bf16(trainer: Trainer) -> float:
-    """Validation loss of the trained weights when no layer is FP8; the model is plain from then on."""
-    octavo.export(trainer.model)
-    trainer.model.eval()
-    losses = [trainer.model(*batch) for batch in trainer.data.validation(trainer.config.train.eval_batches)]
-    return torch.stack(losses).mean().item()
-
-
 def write(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
@@ -112,7 +101,8 @@ def main() -> None:
         rows, counted = tables(recipe, read_metrics(trainer.folder / "metrics.jsonl"))
         losses, casts = losses + rows, casts + counted
         val_loss = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
-        final.append({"recipe": recipe, "val_loss": val_loss, "val_loss_bf16": loss_in_bf16(trainer)})
+        octavo.export(trainer.model)
+        final.append({"recipe": recipe, "val_loss": val_loss, "val_loss_bf16": trainer.validation_loss()})
         write(Path(arguments.out) / "loss.csv", LOSS, losses)
         write(Path(arguments.out) / "casts.csv", CASTS, casts)
         write(Path(arguments.out) / "final.csv", FINAL, final)

@@ -8,19 +8,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from octavo import kernels
 from octavo.formats import Format
-from octavo.linear.gemm import Gemms, check_version, dgrad, fprop, stored_gradient, weight_version, wgrad
+from octavo.kernels import known_amax, remember_amax
+from octavo.linear.gemm import (
+    Gemms,
+    check_version,
+    dgrad,
+    differentiable_once,
+    fprop,
+    stored_gradient,
+    weight_version,
+    wgrad,
+)
 from octavo.linear.operand import (
     Operand,
     cast_and_sum,
     cast_operand,
-    known_amax,
     release_operand,
-    remember_amax,
     weight_operand,
 )
 from octavo.recipe import Recipe
@@ -122,7 +129,7 @@ class NormHeads(torch.autograd.Function):
         return *y.split((heads.queries, heads.groups, heads.groups), dim=-2), x
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, norm_weight, mean, rstd, codes_t, inverse, cos, sin = ctx.saved_tensors
         check_version(ctx.weight, ctx.version)
@@ -173,7 +180,7 @@ class Projection(torch.autograd.Function):
         return y, x.new_empty((), dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
         codes_t, inverse = ctx.saved_tensors
         gemms, weight, needs = ctx.gemms, ctx.weight, ctx.needs_input_grad
@@ -233,7 +240,7 @@ class FeedForward(torch.autograd.Function):
         return y if shape == y.shape else y.resize_(shape)  # (a view made here could not be written to outside)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, norm_weight, mean, rstd, n_codes_t, n_inverse, h, a_codes_t, a_inverse, a_scale = ctx.saved_tensors
         (w1, w2), (up, out), needs, kind = ctx.weights, ctx.gemms, ctx.needs_input_grad, ctx.kind

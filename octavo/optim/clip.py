@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from octavo import kernels
+from octavo.kernels import known_amax, remember_amax
 from octavo.kernels.reference.magnitudes import Values
-from octavo.linear.operand import known_amax, remember_amax
 from octavo.tensor import ScaledTensor
 
 CHUNK = 2**22

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from octavo import kernels
+from octavo.kernels import known_amax, remember_amax
 from octavo.kernels.reference.adamw import UpdateFormats
 from octavo.kernels.reference.magnitudes import Values
 from octavo.linear import drop_weight_cache
-from octavo.linear.operand import known_amax, remember_amax
 from octavo.optim.state import Slot
 
 

@@ -352,12 +352,16 @@ class Trainer:
         self._clock, self._clock_step = time.perf_counter(), self.step
 
     @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean loss of the model, as it is now, over the validation batches."""
+        self.model.eval()
+        losses = [self.model(*batch).detach() for batch in self.data.validation(self.config.train.eval_batches)]
+        self.model.train()
+        return torch.stack(losses).mean().item()
+
     def _validate(self) -> None:
         with self._off_the_clock():
-            self.model.eval()
-            losses = [self.model(*batch).detach() for batch in self.data.validation(self.config.train.eval_batches)]
-            self.model.train()
-            self._val_loss = torch.stack(losses).mean().item()
+            self._val_loss = self.validation_loss()
             self._log.write({"step": self.step, "val_loss": self._val_loss})
             self._log.flush()
             self._progress.note(f"step {self.step}  validation loss {self._val_loss:.4f}")

@@ -14,8 +14,7 @@ of non-negative floats is one of their bits as integers, so the result does not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, reduce
-from operator import or_
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from octavo.kernels.cuda.adamw_tiles import (
 )
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import merge_e4m11, reciprocal_normal, sqrt_normal
-from octavo.kernels.cuda.tables import ALIGNMENT, TRITON_DTYPES, chunk_table, pointer, tail_table, upload
+from octavo.kernels.cuda.tables import TRITON_DTYPES, addresses, aligned, chunk_table, pointer, tail_table, upload
 from octavo.kernels.reference.adamw import MULTIPLIERS, SMALLEST_SQUARE, Operands, Scalars, UpdateFormats
 
 TILE = 1024
@@ -58,13 +57,13 @@ def adamw(
     chunk = max(CHUNK, tile)
     alike: dict[tuple, tuple[list[int], list[int], list[int]]] = {}
     for row, one in enumerate(operands):
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in one[:7]]
+        places = addresses(one[:7])
         numel = one.param.numel()
-        kind = one.grad.dtype, one.offset + numel > 2**32, reduce(or_, addresses) % ALIGNMENT == 0
+        kind = one.grad.dtype, one.offset + numel > 2**32, aligned(places)
         rows, sizes, words = alike.setdefault(kind, ([], [], []))
         rows.append(row)
         sizes.append(numel)
-        words += addresses
+        words += places
         words += (numel, one.offset)
     device, residual = ok.device, operands[0].residual is not None
     for (grad_dtype, wide, all_aligned), (rows, sizes, words) in alike.items():

@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.cuda.adamw_step_kernels import SCALARS, _adamw_commit, _adamw_prepare
 from octavo.kernels.cuda.launch import Launcher
-from octavo.kernels.cuda.tables import upload
+from octavo.kernels.cuda.tables import addresses, upload
 from octavo.kernels.reference.adamw import has_scale
 from octavo.kernels.reference.adamw_step import Numbers, Prepared, UpdateSettings
 from octavo.kernels.reference.random import fmix32
@@ -52,7 +52,7 @@ def adamw_prepare(numbers: Sequence[Sequence[Numbers]], settings: Sequence[Updat
     for bucket, own in enumerate(numbers):
         spans.append(slice(row, row + len(own)))
         for number in own:
-            words += [0 if tensor is None else tensor.data_ptr() for tensor in number]
+            words += addresses(number)
             words += (bucket, row)
             row += 1
         count += len(own)

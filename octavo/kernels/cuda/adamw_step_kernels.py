@@ -8,7 +8,7 @@ from triton.language.extra import libdevice
 
 from octavo.formats import FP32
 from octavo.kernels.cuda.cast import scale_of
-from octavo.kernels.cuda.numerics import INTERPRETED, half_mixed
+from octavo.kernels.cuda.numerics import INTERPRETED, fmix32
 from octavo.kernels.reference.adamw import Scalars
 from octavo.kernels.reference.adamw_scalars import RATIO_CAP, SLACK
 from octavo.kernels.reference.adamw_step import Numbers
@@ -101,8 +101,8 @@ def _adamw_prepare(
 
         step = _number(row_ptr, 0, valid, 0.0) + 1.0
         t = step.to(tl.float64)
-        word = half_mixed((tl.load(bucket_ptr + 16, valid, other=0) + step.to(tl.int64)).to(tl.uint32)) * 0xC2B2AE35
-        tl.store(keys_ptr + row, (word ^ (word >> 16)).to(tl.int32, bitcast=True), valid)
+        word = (tl.load(bucket_ptr + 16, valid, other=0) + step.to(tl.int64)).to(tl.uint32)
+        tl.store(keys_ptr + row, fmix32(word).to(tl.int32, bitcast=True), valid)
 
         unbiased1, unbiased2 = 1.0 - _power(beta1, t), 1.0 - _power(beta2, t)
         terms = tl.where(rest_rho == 0, t, (1.0 - _power(rho, t)) / tl.where(rest_rho == 0, 1.0, rest_rho))

@@ -18,6 +18,7 @@ from octavo.kernels.cuda.numerics import magnitude_bits, merge_e4m11
 from octavo.kernels.cuda.tables import (
     CHUNK,
     TRITON_DTYPES,
+    addresses,
     aligned,
     chunk_starts,
     chunk_table,
@@ -38,16 +39,14 @@ def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:
     tensors = [
         Values(values.contiguous(), None if residual is None else residual.contiguous()) for values, residual in tensors
     ]
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple, tuple[list[int], list[int]]] = {}
     for number, one in enumerate(tensors):
-        alike.setdefault((one.values.dtype, one.residual is not None, aligned(one)), []).append(number)
-    for (dtype, residual, all_aligned), numbers in alike.items():
-        chosen = [tensors[number] for number in numbers]
-        numels = tuple(one.values.numel() for one in chosen)
-        words: list[int] = []
-        for one, numel, number in zip(chosen, numels, numbers, strict=True):
-            low = 0 if one.residual is None else one.residual.data_ptr()
-            words += (one.values.data_ptr(), low, numel, number)
+        places = addresses(one)
+        sizes, words = alike.setdefault((one.values.dtype, one.residual is not None, aligned(places)), ([], []))
+        sizes.append(one.values.numel())
+        words += (*places, sizes[-1], number)
+    for (dtype, residual, all_aligned), (sizes, words) in alike.items():
+        numels = tuple(sizes)
         table, chunks = upload(words, device), chunk_table(numels, TILE, device)
         parts = torch.empty(len(chunks), dtype=torch.float64, device=device)
         for masked, programs in ((False, chunks), (True, tail_table(numels, TILE, device))):
@@ -57,7 +56,7 @@ def magnitudes(tensors: Sequence[Values]) -> tuple[Tensor, Tensor]:
                     (table, programs, amaxes, sums if masked else parts),
                     *(TRITON_DTYPES[dtype], residual, all_aligned, TILE, TILE if masked else CHUNK, masked),
                 )
-        _launch_add_parts(len(chosen), (table, chunk_starts(numels, TILE, device), parts, sums), 1024)
+        _launch_add_parts(len(sizes), (table, chunk_starts(numels, TILE, device), parts, sums), 1024)
     return amaxes.view(torch.float32), sums
 
 

@@ -34,6 +34,7 @@ from octavo.kernels.cuda.tiles import (
     TILE_M,
     flat_max,
     group_of,
+    larger,
     load_floats,
     place_of,
     round_through,
@@ -96,7 +97,7 @@ def _stats_kernel(
         if bias_ptr is not None:
             y = y + bias
         bits = tl.max(tl.reshape(magnitude_bits(y), [BLOCK // 8, 8]), 1)
-        largest = tl.where(bits > largest, bits, largest)
+        largest = larger(bits, largest)
     # Rounding keeps the order of magnitudes, so it can wait for the maximum.
     amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
     tl.atomic_max(amax_ptr, magnitude_bits(amax.to(x_ptr.dtype.element_ty)), sem="relaxed")

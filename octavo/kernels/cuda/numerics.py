@@ -13,6 +13,12 @@ from octavo.formats import Format
 
 GOLDEN = tl.constexpr(0x9E3779B1)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_WORD = (
+    "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}x2.f32 low, $2, $1; cvt.rn.satfinite.{0}x2.f32 high, $4, $3; "
+    "mov.b32 $0, {{low, high}}; }}"
+)
+E4M3_WORD = tl.constexpr(_WORD.format("e4m3"))
+E5M2_WORD = tl.constexpr(_WORD.format("e5m2"))
 
 
 def constants(fmt: Format) -> dict[str, float | int]:
@@ -23,8 +29,7 @@ def constants(fmt: Format) -> dict[str, float | int]:
 @triton.jit
 def random_bits(index, key):
     """fmix32(index * GOLDEN + (index >> 32) * HIGH + key): uint32 words of int64 `index` and an int32 `key`."""
-    word = half_mixed(indexed(index, key)) * 0xC2B2AE35
-    return word ^ (word >> 16)
+    return fmix32(indexed(index, key))
 
 
 @triton.jit
@@ -38,6 +43,13 @@ def half_mixed(word):
     """The first half of fmix32, see `octavo.kernels.reference.random`."""
     word = (word ^ (word >> 16)) * 0x85EBCA6B
     return word ^ (word >> 13)
+
+
+@triton.jit
+def fmix32(word):
+    """`octavo.kernels.reference.random.fmix32` of uint32 words."""
+    word = half_mixed(word) * 0xC2B2AE35
+    return word ^ (word >> 16)
 
 
 @triton.jit
@@ -55,31 +67,13 @@ def as_fp8(y, MANTISSA_BITS: tl.constexpr):
     store and forget that others read them too, a transposed store or a maximum of what was stored: those then see other registers
     (triton#11111, seen on an H200).
     """
+    DTYPE: tl.constexpr = tl.float8e4nv if MANTISSA_BITS == 3 else tl.float8e5
     if INTERPRETED:
-        if MANTISSA_BITS == 3:
-            codes = y.to(tl.float8e4nv)
-        else:
-            codes = y.to(tl.float8e5)
-    elif MANTISSA_BITS == 3:
-        codes = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-            "mov.b32 $0, {low, high}; }",
-            "=r,f,f,f,f",
-            [y],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        ).to(tl.float8e4nv, bitcast=True)
+        codes = y.to(DTYPE)
     else:
-        codes = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; "
-            "mov.b32 $0, {low, high}; }",
-            "=r,f,f,f,f",
-            [y],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        ).to(tl.float8e5, bitcast=True)
+        WORD: tl.constexpr = E4M3_WORD if MANTISSA_BITS == 3 else E5M2_WORD
+        codes = tl.inline_asm_elementwise(WORD, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
+        codes = codes.to(DTYPE, bitcast=True)
     return codes
 
 

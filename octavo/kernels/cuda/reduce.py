@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.formats import E4M3
 from octavo.kernels.cuda import reduce_kernels
 from octavo.kernels.cuda.launch import on_device
-from octavo.kernels.cuda.tables import aligned, upload
+from octavo.kernels.cuda.tables import addresses, aligned, upload
 from octavo.kernels.reference import reduce as reference
 from octavo.kernels.reference import reduce_scalars as scalars
 from octavo.kernels.reference.reduce import Gradients, Places, Unpacked
@@ -67,7 +67,7 @@ def _table(gradients: Gradients) -> _Table:
         rows, packed, largest, ones = area.split([count * reduce_kernels.WIDTH.value, half, count, flags])
         gradients.on_device = _Table(
             rows, packed.view(torch.float32)[:count], largest, ones.view(torch.uint8)[: 1 + count], codes, residuals,
-            aligned([*codes, *residuals]),
+            aligned(addresses([*codes, *residuals])),
         )  # fmt: skip
     return gradients.on_device
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import magnitude_bits
-from octavo.kernels.cuda.tiles import flat_max
+from octavo.kernels.cuda.tiles import flat_max, larger
 
 HEADS = 32
 """Heads of a program at most: 4,096 elements at 128 channels a head, 32 a thread."""
@@ -92,8 +92,7 @@ def _turn_back(
     index = head[:, None] * (2 * HALF) + pair[None, :]
     tl.store(out_ptr + index, first, mask=valid)
     tl.store(out_ptr + index + HALF, second, mask=valid)
-    a, b = magnitude_bits(a), magnitude_bits(b)
-    return flat_max(tl.where(a > b, a, b))
+    return flat_max(larger(magnitude_bits(a), magnitude_bits(b)))
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "groups", "tiles_q", "tiles_k"])
