@@ -7,8 +7,8 @@ config; sequences of 2,048 random tokens. All variants compute in BF16, take the
 `torch.compile`, in one process; the loss of the first call must be within 2% of that of BF16. Medians of `--repeats` with their
 spread.
 
-No token is padding, so attention is causal and needs no mask. Compiled with torch before 2.14, transformers makes one all the same, with which
-attention takes three times as long: all variants here are told that there is none.
+No token is padding, so attention is causal and needs no mask. Compiled with torch before 2.14, transformers makes one all the same,
+and attention with a mask takes three times as long: all variants here are told that there is none.
 """
 
 from __future__ import annotations
