@@ -11,6 +11,7 @@ from octavo.models import SIZES, Transformer
 from octavo.tensor import ScaledTensor, uncast
 
 MODES = ("selective", "full")
+FIRST = {"recompute": "full", "recompute_layers": 1}
 
 
 def small(kind: str, **changes):
@@ -28,12 +29,12 @@ def gradients(model: Transformer, *batch: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("changes", [{"recompute": "selective"}, {"recompute": "full"}, FIRST], ids=[*MODES, "first"])
 @pytest.mark.parametrize("recipe", ["bf16", "O1", "O2", "paper"])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_no_bit_changes(kind, recipe, mode, seed):
+def test_no_bit_changes(kind, recipe, changes, seed):
     plain = Transformer.build(small(kind), recipe, seed=seed)
-    other = Transformer.build(small(kind, recompute=mode), recipe, seed=seed)
+    other = Transformer.build(small(kind, **changes), recipe, seed=seed)
     tokens = torch.randint(257, (2, 25))
     documents = torch.arange(24).ge(torch.randint(1, 24, (2, 1))).long()
     for given in ((), (documents,)):
@@ -50,8 +51,9 @@ def test_each_mode_keeps_less(kind, seed):
     """Selective drops queries, keys and output of attention, and for SwiGLU silu(gate); full keeps the inputs of blocks."""
     config, kept = small(kind, n_layers=3, dim=128), {}
     tokens = torch.randint(257, (2, 33))
-    for mode in ("none", *MODES):
-        model = Transformer.build(dataclasses.replace(config, recompute=mode), "O2", seed=seed)
+    changes = {mode: {"recompute": mode} for mode in ("none", *MODES)} | {"first": FIRST}
+    for mode in changes:
+        model = Transformer.build(dataclasses.replace(config, **changes[mode]), "O2", seed=seed)
         storages: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor, storages=storages):
@@ -66,6 +68,14 @@ def test_each_mode_keeps_less(kind, seed):
     dropped = queries_keys_output + (0 if kind == "gpt" else 2 * config.ffn_width)
     assert kept["none"] - kept["selective"] == pytest.approx(dropped, rel=0.05)
     assert kept["full"] < kept["none"] / 4
+    assert kept["first"] == pytest.approx((2 * kept["none"] + kept["full"]) / 3, rel=0.02)
+
+
+def test_layers_to_recompute_must_mean_something():
+    for changes in ({"recompute_layers": 1}, {"recompute": "full", "recompute_layers": 0}):
+        with pytest.raises(ValueError, match="recompute_layers"):
+            small("gpt", **changes)
+    assert small("gpt", recompute="full", recompute_layers=99).recomputed_layers == small("gpt").n_layers
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "O2"])

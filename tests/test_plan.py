@@ -14,7 +14,8 @@ from measuring import measure
 
 from octavo.cli import main
 from octavo.models import SIZES, TransformerConfig
-from octavo.plan import GPUS, Setup, largest_micro_batch, make_plan, setup_of, simulate
+from octavo.plan import GPUS, Setup, format_plan, largest_micro_batch, make_plan, setup_of, simulate
+from octavo.plan.report import fewest_recomputed
 from octavo.plan.shapes import KINDS, STATES
 from octavo.plan.speed import step_time
 from octavo.plan.tape import Tape
@@ -25,6 +26,7 @@ from octavo.train.presets import get_preset
 TOLERANCE = 0.05
 GPT = TransformerConfig("gpt", 128, 2, 4, vocab_size=250, max_seq_len=64)
 LLAMA = TransformerConfig("llama", 128, 2, 4, 2, ffn_dim=384, vocab_size=250, max_seq_len=64)
+FIRST = {"n_layers": 3, "recompute": "full", "recompute_layers": 1}
 GPT20B = TransformerConfig("gpt", 6144, 44, 48, vocab_size=50_257, max_seq_len=2048)
 
 
@@ -58,6 +60,7 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
         (GPT, {"recipe": "paper-3"}),
         (dataclasses.replace(GPT, tie_embeddings=True), {"recipe": "paper-4"}),
         (dataclasses.replace(GPT, positions="learned", ffn_bias=True), {"recipe": "paper-4"}),
+        (dataclasses.replace(GPT, **FIRST), {"micro_batch": 16}),
     ],
     ids=[
         "accumulating",
@@ -70,6 +73,7 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
         "paper-3",
         "paper-4 tied",
         "paper-4 learned",
+        "first block recomputed",
     ],
 )
 def test_peak_of_other_ways_to_train(model, changes, seed):
@@ -167,6 +171,25 @@ def test_largest_micro_batch_is_the_largest():
         best = largest_micro_batch(setup, gpu.memory)
         sizes = [simulate(dataclasses.replace(setup, micro_batch=size)).peak for size in (max(best, 1), best + 1)]
         assert sizes[1] > gpu.memory and (best == 0 or sizes[0] <= gpu.memory)
+
+
+def test_fewest_recomputed_blocks_are_the_fewest():
+    settings = ["model.dim=6144", "model.n_layers=44", "model.n_heads=48", "model.fused=true", "train.micro_batches=1"]
+    plan = plan_of("gpt_13b", *settings, "data.micro_batch=4", "model.recompute=full")
+    memory = GPUS["h200"].memory
+    least = fewest_recomputed(plan.setup, memory)
+    assert f"model.recompute_layers={least} would do" in format_plan(plan)
+
+    def peak(layers: int) -> float:
+        model = dataclasses.replace(plan.setup.model, recompute_layers=layers)
+        return simulate(dataclasses.replace(plan.setup, model=model)).peak
+
+    assert 1 < least < 44 and peak(least) <= memory < peak(least - 1)
+    fewer = plan_of(
+        "gpt_13b", *settings, "data.micro_batch=4", "model.recompute=full", f"model.recompute_layers={least}"
+    )
+    assert fewer.time.seconds < 0.95 * plan.time.seconds
+    assert f"recompute full, {least} of 44 blocks" in format_plan(fewer)
 
 
 def test_time_grows_with_what_is_repeated():

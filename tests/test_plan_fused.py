@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from measuring import compiled_block
-from test_plan import GPT, GPT20B, LLAMA, check
+from test_plan import FIRST, GPT, GPT20B, LLAMA, check
 
 from octavo.models import SIZES, TransformerConfig
 from octavo.models.loss import CHUNK_ELEMENTS
@@ -47,8 +47,19 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
         (dataclasses.replace(GPT, positions="learned", **BIASED), "O2", {}),
         (LLAMA, "paper", {}),
         (GPT, "O2-delayed", {}),
+        (dataclasses.replace(GPT, **FIRST), "O2", {"micro_batch": 16}),
     ],
-    ids=["accumulating", "accumulating-3", "partial", "two_pass", "tied", "learned, biases", "paper", "delayed"],
+    ids=[
+        "accumulating",
+        "accumulating-3",
+        "partial",
+        "two_pass",
+        "tied",
+        "learned, biases",
+        "paper",
+        "delayed",
+        "first",
+    ],
 )
 def test_peak_of_other_ways_to_train(model, recipe, changes, seed):
     recipe = dataclasses.replace(RECIPES["O2"], scaling="delayed") if recipe == "O2-delayed" else RECIPES[recipe]

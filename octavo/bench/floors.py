@@ -57,7 +57,7 @@ def step_ms(setup: Setup, ceiling: Ceiling) -> dict[str, float]:
     qkv, up = setup.linears["qkv"][1], setup.linears["up"][1]
     forward = 8 * d + 2 * qkv + 2 * a + up + f
     backward = 8 * d + 2 * d + 2 * qkv + f + 2 * up
-    again = 1 if m.recompute == "full" else 0
+    again = m.recomputed_layers / m.n_layers  # of a forward
     tokens = setup.tokens * setup.micro_batches
     moved = tokens * m.n_layers * setup.itemsize * ((1 + again) * forward + backward)
     ms["element-wise"] = 1e3 * moved / ceiling.copy

@@ -28,6 +28,7 @@ from octavo.convert import initialize
 from octavo.convert.break_even import Left, deciding_by, named
 from octavo.models import Transformer, TransformerConfig
 from octavo.optim import AdamW, clip_grad_norm_, release_gradients
+from octavo.plan.report import recompute_words
 from octavo.plan.shapes import Setup
 
 BOUND = 0.02
@@ -61,7 +62,7 @@ class Workload:
         tokens = setup.tokens * setup.micro_batches
         what = f"{self.name}, {setup.seq_len} tokens"
         if self.model.recompute != "none":
-            what += f", {self.model.recompute} recomputation"
+            what += f", {recompute_words(self.model)} recomputation"
         if setup.micro_batches > 1:
             what += f", {setup.micro_batches} micro-batches"
         return Row(

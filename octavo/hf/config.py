@@ -163,7 +163,7 @@ def _require(config: Mapping[str, Any], where: object, name: str, known: tuple[A
         )
 
 
-_FREE = ("dtype", "recompute", "fused", "max_seq_len")
+_FREE = ("dtype", "recompute", "recompute_layers", "fused", "max_seq_len")
 """Fields of `TransformerConfig` that are no part of the architecture."""
 
 

@@ -80,6 +80,8 @@ class TransformerConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it. "selective": what lies between linear layers and costs no GEMM of theirs,
     attention with its rotation and SwiGLU's product. "full": each block, from its input."""
+    recompute_layers: int | None = None
+    """How many blocks "full" computes again, the first ones; None is all."""
     fused: bool = False
     """Run blocks whose layers are converted through kernels that write FP8 themselves (`octavo.linear.fused`)."""
 
@@ -90,6 +92,11 @@ class TransformerConfig:
             raise ValueError(f"positions is {self.positions!r}: use 'rotary' or 'learned'")
         if self.recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute is {self.recompute!r}: use 'none', 'selective' or 'full'")
+        if self.recompute_layers is not None and (self.recompute != "full" or self.recompute_layers < 1):
+            raise ValueError(
+                f"recompute_layers is {self.recompute_layers} with recompute={self.recompute!r}: "
+                "it says of 'full' how many blocks, at least one, are computed again"
+            )
         for field in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_width", "vocab_size", "max_seq_len", "head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}: it must be positive")
@@ -99,6 +106,13 @@ class TransformerConfig:
             )
         if self.n_heads % self.kv_heads:
             raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.kv_heads}")
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Blocks that backward computes again from their input, the first ones."""
+        if self.recompute != "full":
+            return 0
+        return self.n_layers if self.recompute_layers is None else min(self.recompute_layers, self.n_layers)
 
     @property
     def head_dim(self) -> int:

@@ -111,10 +111,10 @@ class Transformer(nn.Module):
             x = x + self.positions.weight[places].to(config.dtype)
         cos, sin = rotary_table(tokens.shape[1], config.head_dim, config.rope_theta, device, config.rope_scaling)
         cos, sin = cos[places], sin[places]
-        recompute = config.recompute == "full" and torch.is_grad_enabled()
+        recomputed = config.recomputed_layers if torch.is_grad_enabled() else 0
         with best_attention(device):
-            for block in self.blocks:
-                if recompute:
+            for layer, block in enumerate(self.blocks):
+                if layer < recomputed:
                     x = checkpoint(_run, block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = block(x, cos, sin, mask)

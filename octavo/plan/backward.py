@@ -103,13 +103,13 @@ class Backward(Forward):
 
     def block_backward(self, layer: int) -> None:
         s, t, e, k = self.s, self.t, self.s.itemsize, f"{layer} "
-        again = (lambda: self.block(layer)) if self.full else None
-        if self.full and not s.converted("ffn out"):
+        again = (lambda: self.block(layer)) if self.again(layer) else None
+        if again and not s.converted("ffn out"):
             # Plain layers unpack their input before they multiply, so the block runs before dx exists.
             self.block(layer)
             again = None
         self.linear_backward(layer, "ffn out", "dh", self.wide, self.codes, again)
-        last = layer + 1 == s.model.n_layers and not self.full
+        last = layer + 1 == s.model.n_layers and not self.again(layer)
         t.drop("" if last or self.plain_rms else f"x {layer + 1}")
         t.drop(k + "activated")
         if self.llama:

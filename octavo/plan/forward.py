@@ -19,7 +19,7 @@ class Forward:
         self.stream = e * m.dim * n
         """Bytes of one tensor of the residual stream."""
         self.codes = m.dim * n
-        self.full, self.selective = m.recompute == "full", m.recompute == "selective"
+        self.selective = m.recompute == "selective"
         self.llama = m.dialect == "llama"
         self.wide, self.up = m.ffn_width * n, setup.linears["up"][1] * n
         self.heads, self.keys = m.attention_width * n, m.kv_heads * m.head_dim * n
@@ -30,6 +30,10 @@ class Forward:
         # (On a CPU, RMSNorm keeps FP32 copies of its input and of that normalised.)
         self.plain_rms = self.llama and setup.device == "cpu" and e < 4
         self.cpu_norm = 8 * m.dim * n if self.plain_rms else 0
+
+    def again(self, layer: int) -> bool:
+        """Whether backward computes the block again from its input."""
+        return layer < self.s.model.recomputed_layers
 
     # --- pieces
 
@@ -53,12 +57,12 @@ class Forward:
         if s.compiled:
             size = (1 if s.converted(name) else s.itemsize) * s.size(name) if s.operand_bytes(name) else 0
             kept = name == LAST if s.converted(name) else True
-            if kept and not self.full:
+            if kept and not self.again(layer):
                 self.t.hold(key, size, COPIES)
             else:
                 self.t.brief(size, COPIES)
         elif not self.t.alive(key):
-            if self.full and not s.converted(name):  # recomputed with the block
+            if self.again(layer) and not s.converted(name):  # recomputed with the block
                 self.t.brief(s.operand_bytes(name), COPIES)
             else:
                 self.t.hold(key, s.operand_bytes(name), COPIES)
@@ -82,7 +86,7 @@ class Forward:
         for layer in range(self.s.model.n_layers):
             t.moment = f"forward: block {layer}"
             self.block(layer)
-            if self.full:
+            if self.again(layer):
                 self.forget(layer)
 
     def norm(self, layer: int, number: int, kind: str) -> None:

@@ -63,7 +63,7 @@ class Fused(Backward):
         self.t.hold(key, count, kind)
 
     def block_backward(self, layer: int) -> None:
-        if self.full:
+        if self.again(layer):
             self.block(layer)
             self.t.drop(f"x {layer + 1}")
         self.feed_forward_backward(layer)

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.convert.break_even import named
 from octavo.data import load_tokenizer
 from octavo.data.corpus import PreparedCorpus
-from octavo.models import SIZES
+from octavo.models import SIZES, TransformerConfig
 from octavo.plan.ceilings import GIB, GPUS, Ceiling
 from octavo.plan.shapes import ATTENTION, FEED_FORWARD, KINDS, RESIDUAL, Setup
 from octavo.plan.speed import StepTime, step_time
@@ -119,7 +119,8 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
     for mode in modes:
         chosen: dict[str, Any] = {}
         words = [] if mode == setup.model.recompute else [f"model.recompute={mode}"]
-        model = replace(setup.model, recompute=mode)  # type: ignore[arg-type]
+        layers = None if words else setup.model.recompute_layers
+        model = replace(setup.model, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
         if words:
             yield " ".join(words), replace(setup, model=model)
         for word, change in changes.items():
@@ -138,7 +139,7 @@ def format_plan(plan: Plan) -> str:
     lines = [
         f"{plan.name}: {s.model.dialect.upper()}, {parameters / 1e9:.2f}B parameters ({s.converted_parameters / 1e9:.2f}B in converted "
         f"layers, vocabulary {s.model.vocab_size:,}), recipe {s.recipe.name}",
-        f"micro-batch {s.micro_batch} x {s.seq_len:,} tokens, {s.micro_batches} a step, recompute {s.model.recompute}, "
+        f"micro-batch {s.micro_batch} x {s.seq_len:,} tokens, {s.micro_batches} a step, recompute {recompute_words(s.model)}, "
         f"release {s.release}, {'compiled' if s.compiled else 'not compiled'}{_fused_words(s)}",
         *([f"stay as they are, since FP8 is slower: {named(s.left)} (model.break_even)"] if s.left else []),
         "",
@@ -161,6 +162,22 @@ def format_plan(plan: Plan) -> str:
         NOT_MODELLED,
     ]
     return "\n".join(lines)
+
+
+def recompute_words(model: TransformerConfig) -> str:
+    """Such as `full` or `full, 12 of 32 blocks`."""
+    some = 0 < model.recomputed_layers < model.n_layers
+    return f"{model.recompute}, {model.recomputed_layers} of {model.n_layers} blocks" if some else model.recompute
+
+
+def fewest_recomputed(setup: Setup, memory: float) -> int:
+    """The fewest blocks of `setup`, which fits into `memory` bytes, whose recomputation lets it fit."""
+    low, high = 0, setup.model.recomputed_layers
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = simulate(replace(setup, model=replace(setup.model, recompute_layers=middle))).peak <= memory
+        low, high = (low, middle) if fits else (middle, high)
+    return high
 
 
 def _fused_words(setup: Setup) -> str:
@@ -188,6 +205,8 @@ def _verdict(plan: Plan) -> str:
     if best:
         verb = "fits" if plan.fits else "does not fit"
         left = f", {(memory - plan.tape.peak) / GIB:.1f} GiB left" if plan.fits else ""
+        if plan.fits and setup.model.recompute == "full":
+            left += f"; model.recompute_layers={fewest_recomputed(setup, memory)} would do"
         return f"{room}: it {verb}{left}; the largest micro-batch that fits is {best}"
     for words, other in alternatives(setup):
         best = largest_micro_batch(other, memory)

@@ -46,7 +46,7 @@ class StepTime:
 def step_time(setup: Setup, gpu: Ceiling) -> StepTime:
     """The time of one optimizer step on `gpu`, at its ceilings."""
     m, n, layers = setup.model, setup.tokens * setup.micro_batches, setup.model.n_layers
-    again = 1 if m.recompute == "full" else 0
+    again = m.recomputed_layers / layers  # of a forward
     backwards = 2 if setup.release == "two_pass" else 1  # a second backward repeats what is recomputed as well
     again *= backwards
     fp8 = sum(setup.size(name) for name in setup.linears if setup.converted(name))

@@ -48,6 +48,8 @@ class ModelConfig:
     """Compute precision of everything that the recipe does not name."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: attention and SwiGLU's product, or each block from its input."""
+    recompute_layers: int | None = None
+    """How many blocks `full` computes again, the first ones, whose activations would be kept longest; none is all."""
     fused: bool = False
     """Norms, activations and rotations of converted blocks as kernels that write FP8 themselves."""
     break_even: str | None = "auto"

@@ -61,6 +61,7 @@ def model_config(config: TrainConfig, vocab_size: int, source: Checkpoint | None
         max_seq_len=config.data.seq_len,
         dtype=DTYPES[model.dtype],
         recompute=model.recompute,
+        recompute_layers=model.recompute_layers,
         fused=model.fused,
     )
 

@@ -76,7 +76,12 @@ def source_config(config: TrainConfig, source: Checkpoint) -> TransformerConfig:
     """The decoder that computes what the checkpoint does. Raises `ValueError` for settings that contradict it."""
     model = config.model
     shape = decoder_config(
-        source.config, source.path, DTYPES[model.dtype], recompute=model.recompute, fused=model.fused
+        source.config,
+        source.path,
+        DTYPES[model.dtype],
+        recompute=model.recompute,
+        recompute_layers=model.recompute_layers,
+        fused=model.fused,
     )
     there = {"n_kv_heads": shape.kv_heads, "ffn_dim": shape.ffn_width}
     for name in model.DECIDED_BY_FROM:
@@ -109,10 +114,14 @@ def check_vocabulary(source: Checkpoint, path: str | Path, tokenizer: Tokenizer)
         )
 
 
+_OURS = ("recompute", "recompute_layers", "fused")
+"""Settings of octavo's own decoder."""
+
+
 def build_transformers(config: TrainConfig, device: torch.device, source: Checkpoint, weights: bool) -> CausalLM:
     """The converted model of transformers on `device`. Raises `ValueError` for settings that it cannot follow."""
     given = [name for name in config.model.DECIDED_BY_FROM if getattr(config.model, name) is not None]
-    given += [name for name in ("recompute", "fused") if getattr(config.model, name) not in ("none", False)]
+    given += [name for name in _OURS if getattr(config.model, name) not in ("none", False, None)]
     if given:
         raise ValueError(
             f"model.{given[0]} is {getattr(config.model, given[0])}, and with model.as=transformers {source.path} decides it: "
