@@ -39,6 +39,7 @@ def measure(
     config = dataclasses.replace(SIZES[size], n_layers=layers, vocab_size=VOCABULARY, fused=True)
     model = Transformer.build(config, recipe, device=device, seed=0)
     plain, optimizer = octavo.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-5), recipe)
+    assert optimizer is not None
     parallel = octavo.DataParallel(plain)
     if device.type == "cuda":
         model.compile_blocks()
