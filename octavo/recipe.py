@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import ClassVar, Literal, get_args, get_type_hints
 
 from octavo.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
@@ -37,6 +37,8 @@ class Recipe:
     """Weights in the GEMM, per tensor."""
     grad_output: Format | None = E5M2
     """Output gradients in the two backward GEMMs, per tensor."""
+    head_grad_output: Format | None = E5M2
+    """Output gradients of output heads in their two backward GEMMs, whose forward keeps the compute dtype; None leaves heads alone."""
     master: Format | None = None
     """Storage of the weights of converted layers, with one scale; None keeps the user's plain parameter."""
     grad: Format | None = E4M3
@@ -71,6 +73,9 @@ class Recipe:
     mu_period: int = 1000
     """Steps in which µ doubles."""
 
+    BEFORE: ClassVar[dict[str, None]] = {"head_grad_output": None}
+    """What fields stand for, whose default changes a run, in recipes that were saved before there were such fields."""
+
     def __post_init__(self) -> None:
         gemm = (self.input, self.weight, self.grad_output)
         if any(f is None for f in gemm) != all(f is None for f in gemm):
@@ -87,6 +92,10 @@ class Recipe:
             raise self._error(
                 "master and grad apply to converted layers, and without an input format none is converted"
             )
+        if self.input is None and self.head_grad_output is not None:
+            raise self._error("without an input format output heads stay as they are: set head_grad_output=None")
+        if self.head_grad_output not in (None, *FP8):
+            raise self._error("head_grad_output must be E5M2, E4M3 or None: the FP8 tensor cores read nothing else")
         if self.master is not None and self.master not in (FP16, BF16, E4M3):
             raise self._error(
                 "master must be FP16, BF16, E4M3 or None; for an FP32 master keep FP32 parameters and master=None"
@@ -125,11 +134,18 @@ class Recipe:
         return self.input is not None
 
 
-BASELINE = Recipe("bf16", input=None, weight=None, grad_output=None, grad=None)
+BASELINE = Recipe("bf16", input=None, weight=None, grad_output=None, head_grad_output=None, grad=None)
 O1 = Recipe("O1")
 O2 = Recipe("O2", master=FP16, exp_avg=E4M3, exp_avg_block=128, exp_avg_sq=FP16, sqrt_exp_avg_sq=True)
 PAPER = Recipe(
-    "paper", master=FP16, exp_avg=E4M3, exp_avg_sq=FP16, moments_of="matrices", clamp_update=False, rounding="nearest"
+    "paper",
+    head_grad_output=None,
+    master=FP16,
+    exp_avg=E4M3,
+    exp_avg_sq=FP16,
+    moments_of="matrices",
+    clamp_update=False,
+    rounding="nearest",
 )
 
 RECIPES: dict[str, Recipe] = {

@@ -158,15 +158,18 @@ def to_dict(config: Any) -> Any:
 
 
 def from_dict(kind: type[C], values: dict[str, Any], path: str = "") -> C:
-    """The config of type `kind` that `to_dict` turned into `values`; fields that `values` lacks take their defaults.
+    """The config of type `kind` that `to_dict` turned into `values`; fields that `values` lacks take their defaults, or what
+    `BEFORE` of the type says.
 
     Raises `ValueError` that names the setting, below `path`, if it is unknown or of a wrong type.
     """
-    kinds = _kinds(kind)
+    kinds, values = _kinds(kind), {**getattr(kind, "BEFORE", {}), **values}
     for name in values:
         if name not in kinds:
             raise ValueError(f"no setting is called {_join(path, name)!r}; {_closest(name, name, list(kinds))}")
-    return kind(**{_attribute(name): _from_json(kinds[name], value, _join(path, name)) for name, value in values.items()})
+    return kind(
+        **{_attribute(name): _from_json(kinds[name], value, _join(path, name)) for name, value in values.items()}
+    )
 
 
 def _join(path: str, name: str) -> str:

@@ -12,8 +12,17 @@ import warnings
 from torch import Tensor, nn
 
 from octavo.convert.break_even import Rule, TooSlow, default_rule
-from octavo.convert.policy import DefaultPolicy, Filter, LayerReport, fp8_class, impossible, is_candidate, sides
-from octavo.linear import FP8Linear, replaceable
+from octavo.convert.policy import (
+    DefaultPolicy,
+    Filter,
+    LayerReport,
+    OutputHead,
+    fp8_class,
+    impossible,
+    is_candidate,
+    sides,
+)
+from octavo.linear import FP8Linear, HeadLinear, replaceable
 from octavo.recipe import Recipe, get_recipe
 from octavo.tensor import ScaledTensor
 
@@ -30,7 +39,8 @@ def convert(
         model: any module, on any device, also meta; its dtypes, `requires_grad`, hooks and names stay.
         recipe: name or `Recipe`. One without an input format (`bf16`) converts nothing.
         filter: (module, full name) -> whether to convert; replaces the default choice (all linear layers but output heads,
-            routers, layers with a side under 32 and those that FP8 slows down). `convert_report` tells what was skipped and why.
+            routers, layers with a side under 32 and those that FP8 slows down; the backward of output heads becomes FP8 if the recipe
+            has `head_grad_output`). `convert_report` tells what was skipped and why.
         break_even: which layers FP8 slows down. True takes octavo's own measurements, at 16,384 tokens and not compiled;
             `octavo.BreakEven(tokens=…, compiled=…, table=…)` says what is the case. Where the device that holds the
             weight was not measured, which includes every CPU, none is left for its speed. False leaves none anywhere.
@@ -49,7 +59,7 @@ def convert(
     _check_recipe(modules, recipe)
     if not recipe.converts:
         return model
-    chosen, skipped = _choose(model, modules, filter, break_even)
+    chosen, heads, skipped = _choose(model, modules, recipe, filter, break_even)
     _check_chosen(modules, chosen, skipped, recipe)
     shared = _shared_with_plain(modules, chosen)
     for fqn, reason in skipped.items():
@@ -57,11 +67,16 @@ def convert(
     for fqn in chosen:
         module = modules[fqn]
         module.__dict__.pop(SKIPPED, None)
+        if isinstance(module, HeadLinear):
+            module.release()
         cls = fp8_class(module)
         assert cls is not None
         cls.adopt(module, recipe, exclusive=id(module.weight) not in shared)
         assert isinstance(module, FP8Linear)
         module.store()
+    if any(isinstance(module, FP8Linear) for module in modules.values()):
+        for fqn in heads:
+            HeadLinear.adopt(modules[fqn], recipe)
     return model
 
 
@@ -74,6 +89,9 @@ def convert_report(model: nn.Module) -> list[LayerReport]:
             if not module.exclusive:
                 stored += ", since a layer that stays plain reads it too"
             reports.append(LayerReport(fqn, True, f"recipe {module.recipe.name}, weight stored {stored}"))
+        elif isinstance(module, HeadLinear):
+            reason = f"{module.__dict__[SKIPPED]}; forward as it is, backward in FP8"
+            reports.append(LayerReport(fqn, False, reason, backward=True))
         elif is_candidate(module):
             reason = module.__dict__.get(SKIPPED) or impossible(module) or "not given to convert"
             reports.append(LayerReport(fqn, False, reason))
@@ -96,8 +114,8 @@ def export(model: nn.Module) -> nn.Module:
     _check_replaceable({fqn: layer for fqn, layer in layers.items() if isinstance(layer.weight, ScaledTensor)})
     for module in model.modules():
         module.__dict__.pop(SKIPPED, None)
-    for layer in layers.values():
-        layer.release()
+        if isinstance(module, FP8Linear | HeadLinear):
+            module.release()
     return model
 
 
@@ -121,7 +139,7 @@ def check_arguments(model: nn.Module, filter: Filter | None, break_even: Rule | 
 
 def _check_recipe(modules: dict[str, nn.Module], recipe: Recipe) -> None:
     for fqn, module in modules.items():
-        if isinstance(module, FP8Linear) and module.recipe != recipe:
+        if isinstance(module, FP8Linear | HeadLinear) and module.recipe != recipe:
             raise ValueError(
                 f"{fqn or 'the model'} was converted with recipe {module.recipe.name!r}, not {recipe.name!r}: "
                 "turn the model back first, octavo.export(model)"
@@ -129,14 +147,18 @@ def _check_recipe(modules: dict[str, nn.Module], recipe: Recipe) -> None:
 
 
 def _choose(
-    model: nn.Module, modules: dict[str, nn.Module], filter: Filter | None, break_even: Rule | bool
-) -> tuple[list[str], dict[str, str]]:
-    """(names of the modules to convert, reasons of those to leave)."""
+    model: nn.Module, modules: dict[str, nn.Module], recipe: Recipe, filter: Filter | None, break_even: Rule | bool
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """(names of the modules to convert, of the output heads whose backward to convert, reasons of all that keep their forward)."""
     rule = default_rule() if break_even is True else break_even or None
     policy = DefaultPolicy(model, rule)
-    chosen, skipped = [], {}
+    chosen, heads, skipped = [], [], {}
     for fqn, module in modules.items():
         if isinstance(module, FP8Linear) or not (is_candidate(module) or fp8_class(module)):
+            continue
+        if isinstance(module, HeadLinear):
+            if filter is not None and filter(module, fqn):
+                chosen.append(fqn)
             continue
         reason = impossible(module)
         if reason is None and filter is not None and not filter(module, fqn):
@@ -145,11 +167,16 @@ def _choose(
             reason = module.__dict__.get(SKIPPED)
             if reason is None or (isinstance(reason, TooSlow) and break_even is not True):
                 reason = policy.reason(module, fqn)
+            if isinstance(reason, OutputHead) and recipe.head_grad_output is not None:
+                objection = policy.head_reason(module, reason)
+                if objection is None:
+                    heads.append(fqn)
+                reason = objection or reason
         if reason is None:
             chosen.append(fqn)
         else:
             skipped[fqn] = reason
-    return chosen, skipped
+    return chosen, heads, skipped
 
 
 def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dict[str, str], recipe: Recipe) -> None:

@@ -1,8 +1,8 @@
 """Which layers become FP8, and why the others do not.
 
 A layer is taken if octavo knows its forward to be x · wᵀ + bias and nothing else: exact classes only, for a subclass may do
-more. Of those, the default leaves out what FP8 would harm or slow down: output heads (their logits decide the loss, and they
-are a few percent of the work), routers of experts (a flipped choice is a large error), layers with a side under 32, and those that were
+more. Of those, the default leaves out what FP8 would harm or slow down: the forward of output heads (their logits decide the loss; the
+backward becomes FP8, if the recipe has `head_grad_output`), routers of experts (a flipped choice is a large error), layers with a side under 32, and those that were
 measured to be slower on their device (`break_even`). A filter given by the user replaces the default, not what octavo cannot do.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from octavo.convert.break_even import Rule
-from octavo.linear import FP8Conv1D, FP8Linear
+from octavo.convert.break_even import Rule, TooSlow
+from octavo.linear import FP8Conv1D, FP8Linear, HeadLinear
 
 Filter = Callable[[nn.Module, str], bool]
 """(module, full name) -> whether to convert it."""
@@ -39,14 +39,21 @@ class LayerReport:
     converted: bool
     reason: str
     """Why it was skipped; of a converted layer, how its weight is stored."""
+    backward: bool = False
+    """Of a layer that is not converted: its backward alone runs in FP8, as that of output heads does."""
 
     def __str__(self) -> str:
-        return f"{self.fqn}: {'converted' if self.converted else 'skipped'}, {self.reason}"
+        done = "converted" if self.converted else "backward converted" if self.backward else "skipped"
+        return f"{self.fqn}: {done}, {self.reason}"
+
+
+class OutputHead(str):
+    """A reason that output heads have: their forward stays as it is."""
 
 
 def fp8_class(module: nn.Module) -> type[FP8Linear] | None:
     """The class that `module` can become, or None if octavo does not know its forward."""
-    cls = type(module)
+    cls = module.plain_class if isinstance(module, HeadLinear) else type(module)
     if cls is nn.Linear or (cls.__module__, cls.__name__) == ("octavo.models.layers", "Linear"):
         return FP8Linear
     if cls.__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(module.weight, nn.Parameter):
@@ -110,13 +117,23 @@ class DefaultPolicy:
         assert isinstance(weight, torch.Tensor)
         path, _, name = fqn.rpartition(".")
         if id(weight) in self.embeddings:
-            return f"an output head: its weight is tied to {self.embeddings[id(weight)]}"
+            return OutputHead(f"an output head: its weight is tied to {self.embeddings[id(weight)]}")
         if name in HEADS and not any(part.isdigit() for part in fqn.split(".")):
-            return f"an output head by its name {name!r}"
+            return OutputHead(f"an output head by its name {name!r}")
         if name in ROUTERS and hasattr(self.modules[path], "experts"):
             return "a router of experts"
         if min(weight.shape) < MIN_SIDE:
             return f"its weight {tuple(weight.shape)} has a side under {MIN_SIDE}, where FP8 is slower"
-        if self.break_even is None:
-            return None
-        return self.break_even(*sides(module), weight.device)
+        return self.slow(module)
+
+    def slow(self, module: nn.Module) -> str | None:
+        """Why FP8 would slow the layer down, or None."""
+        assert isinstance(module.weight, torch.Tensor)
+        return None if self.break_even is None else self.break_even(*sides(module), module.weight.device)
+
+    def head_reason(self, module: nn.Module, reason: OutputHead) -> str | None:
+        """Why the backward of an output head should stay as it is too, or None."""
+        if fp8_class(module) is not FP8Linear or min(sides(module)) < MIN_SIDE:
+            return reason
+        slow = self.slow(module)
+        return slow if slow is None else TooSlow(f"{reason}; {slow}")

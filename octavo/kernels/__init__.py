@@ -37,6 +37,7 @@ from octavo.kernels.reference.magnitudes import Values
 from octavo.kernels.reference.reduce import ROW, Gradients, Places, Unpacked
 from octavo.kernels.reference.reduce_scalars import MuState
 from octavo.kernels.rotary import rotary, rotary_, rotary_backward
+from octavo.kernels.transpose import transpose_codes
 from octavo.kernels.windows import update_windows
 
 __all__ = [
@@ -201,11 +202,6 @@ def cast_transpose_amax(
             stats += counts
         return codes if row else None, codes_t if col else None, maximum
     return backend(x).cast_transpose_amax(x, scale, dtype, row=row, col=col, stats=stats)
-
-
-def transpose_codes(codes: Tensor) -> Tensor:
-    """Transposed copy [Kp, Mp] of 1-byte `codes` [M, K], padded with zero codes to multiples of 16."""
-    return ops.transpose_codes(codes) if is_compiling() else backend(codes).transpose_codes(codes)
 
 
 def cast_residual(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
-"""Linear layers in FP8: `operand` casts, `gemm` multiplies, `storage` keeps weights, `module` is the layer, `stats` counts losses."""
+"""Linear layers in FP8: `operand` casts, `gemm` multiplies, `storage` keeps weights, `module` is the layer, `head` that of
+logits, `stats` counts losses."""
 
 from octavo.linear.gemm import LinearFunction
+from octavo.linear.head import HeadLinear
 from octavo.linear.module import FP8Conv1D, FP8Linear
 from octavo.linear.operand import Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
 from octavo.linear.stats import CastCounts, collect_stats
@@ -10,6 +12,7 @@ __all__ = [
     "CastCounts",
     "FP8Conv1D",
     "FP8Linear",
+    "HeadLinear",
     "LinearFunction",
     "Operand",
     "cast_operand",

@@ -7,35 +7,45 @@ large model. The gradient of a chunk of tokens is known as soon as its logits ar
 the loss, ∂loss/∂x and ∂loss/∂W chunk by chunk, and backward only multiplies them by the gradient of the loss. No logits outlive
 their chunk and none are computed twice. Softmax and sums are FP32; the factor 1/count comes last, so that it costs the
 gradient of the logits no range.
+
+With a `grad_output` format the two products with that gradient run in FP8 (`octavo.models.head_gradients`), the logits as before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.formats import Format
+from octavo.models.head_gradients import FP8Gradients, unit_scale
+
 IGNORE = -100
 """Targets of this value do not count, as in PyTorch."""
 CHUNK_ELEMENTS = 1 << 27
-"""Logits of one chunk: 268 MB in BF16, 2,668 tokens of a vocabulary of 50,304; smaller batches are one chunk."""
+"""Logits of one chunk: 268 MB in BF16, 2,560 tokens of a vocabulary of 50,304; smaller batches are one chunk."""
 
-ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+ChunkLoss = Callable[[Tensor, Tensor, Format | None], tuple[Tensor, Tensor]]
 
 
-def chunk_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the losses, 0-d FP32, and its gradient, in the logits' dtype; logits [n, V], targets int64 [n]."""
+def chunk_loss(logits: Tensor, targets: Tensor, fmt: Format | None = None) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, 0-d FP32, and its gradient, in the logits' dtype; logits [n, V], targets int64 [n].
+
+    With `fmt`, FP8, the gradient as codes of that format with the scale `unit_scale(fmt)`.
+    """
     counts = (targets != IGNORE)[:, None]
     rows = targets.clamp(min=0)[:, None]
     log_probabilities = logits.float().log_softmax(dim=-1)
     loss = -(log_probabilities.gather(1, rows) * counts).sum()
     classes = torch.arange(logits.shape[1], device=logits.device)
     gradient = log_probabilities.exp_().sub_((classes == rows).to(torch.uint8)).mul_(counts)
+    if fmt is not None:
+        return loss, gradient.mul_(unit_scale(fmt)).to(fmt.dtype)
     return loss, gradient.to(logits.dtype)
 
 
@@ -47,22 +57,30 @@ def linear_cross_entropy(
     classes: int | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
     chunk_loss: ChunkLoss = chunk_loss,
+    grad_output: Format | None = None,
 ) -> Tensor:
     """Mean cross-entropy of x Wᵀ against `targets`, a 0-d FP32 tensor; 0 if every target is `IGNORE`.
 
-    x [n, C] in the compute dtype, weight [V, C] of any dtype (cast to that of x), targets int64 [n]. A chunk holds
+    x [n, C] in the compute dtype, weight [V, C] of any dtype (cast to that of x), targets int64 [n]. A chunk holds about
     `chunk_elements` logits; `chunk_loss` may be a compiled one. Rows of `weight` from `classes` on are padding: they take no
-    probability and get a gradient of zero. It can be differentiated once.
+    probability and get a gradient of zero. `grad_output` is the format of the logits' gradient in FP8 GEMMs; None computes in the dtype
+    of x. It can be differentiated once.
     """
     classes = len(weight) if classes is None else classes
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(x, weight, targets, classes, chunk_elements, chunk_loss)
+        return _LinearCrossEntropy.apply(x, weight, targets, classes, chunk_elements, chunk_loss, grad_output)
     w = weight.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for rows in _chunks(len(x), len(w), chunk_elements):
         logits = _logits(x[rows], w, classes).float()
         loss += F.cross_entropy(logits, targets[rows], ignore_index=IGNORE, reduction="sum")
     return loss / _count(targets)
+
+
+def chunk_tokens(vocabulary: int, chunk_elements: int = CHUNK_ELEMENTS) -> int:
+    """Tokens of a chunk: a multiple of 128, or where that is too many of 16, which is what kernels read at a time."""
+    size = chunk_elements // vocabulary
+    return size // 128 * 128 if size >= 128 else max(size // 16, 1) * 16
 
 
 def _count(targets: Tensor) -> Tensor:
@@ -78,8 +96,33 @@ def _logits(x: Tensor, weight: Tensor, classes: int) -> Tensor:
 
 
 def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
-    size = max(1, chunk_elements // vocabulary)
-    return [slice(start, start + size) for start in range(0, tokens, size)]
+    size = chunk_tokens(vocabulary, chunk_elements)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+class Gradients(Protocol):
+    """Takes the gradient of the logits chunk by chunk; dx and dw, those that are wanted, are whole after the last."""
+
+    dx: Tensor | None
+    dw: Tensor | None
+
+    def add(self, rows: slice, gradient: Tensor) -> None: ...
+
+
+class PlainGradients:
+    """dx [n, C] in the dtype of x, dw [V, C] summed in FP32."""
+
+    def __init__(self, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> None:
+        self.x, self.weight = x, weight
+        self.dx = torch.empty_like(x) if need_x else None
+        self.dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if need_w else None
+
+    def add(self, rows: slice, gradient: Tensor) -> None:
+        """gradient [rows, V] in the dtype of x."""
+        if self.dx is not None:
+            self.dx[rows] = gradient @ self.weight
+        if self.dw is not None:
+            _add_product(self.dw, gradient.t(), self.x[rows])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -100,21 +143,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         classes: int,
         chunk_elements: int,
         chunk_loss: ChunkLoss,
+        fmt: Format | None,
     ) -> Tensor:
-        w = weight.to(x.dtype)
+        w, (need_x, need_w) = weight.to(x.dtype), ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(x), len(w), chunk_elements):
-            chunk_sum, gradient = chunk_loss(_logits(x[rows], w, classes), targets[rows])
+        chunks = _chunks(len(x), len(w), chunk_elements)
+        gradients: Gradients
+        if fmt is None or not chunks:
+            gradients = PlainGradients(x, w, need_x, need_w)
+        else:
+            gradients = FP8Gradients(x, w, fmt, need_x, need_w, chunks[0].stop)
+        for rows in chunks:
+            chunk_sum, gradient = chunk_loss(_logits(x[rows], w, classes), targets[rows], fmt)
             loss += chunk_sum
-            if dx is not None:
-                dx[rows] = gradient @ w
-            if dw is not None:
-                _add_product(dw, gradient.t(), x[rows])
+            gradients.add(rows, gradient)
         count = _count(targets)
         ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(dx, dw, count)
+        ctx.save_for_backward(gradients.dx, gradients.dw, count)
         return loss / count
 
     @staticmethod
@@ -124,4 +169,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grad_outputs[0] / count
         dx = None if dx is None else (dx.float() * factor).to(dx.dtype)
         dw = None if dw is None else (dw * factor).to(ctx.weight_dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None

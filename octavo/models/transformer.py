@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo.convert import convert
+from octavo.formats import Format
+from octavo.linear import FP8Linear, HeadLinear
 from octavo.models.config import TransformerConfig
 from octavo.models.fused import FusedBlock
 from octavo.models.layers import Block, Linear, best_attention, document_places, make_norm, rotary_table
@@ -128,7 +130,7 @@ class Transformer(nn.Module):
         """
         x = self.hidden(tokens, documents)
         head = self.lm_head
-        if targets is None or not (head is None or type(head) is Linear):
+        if targets is None or not (head is None or _is_product(head)):
             logits = F.linear(x, self.embedding.weight.to(x.dtype)) if head is None else head(x)
             logits = logits[..., : self.config.vocab_size]
             if targets is None:
@@ -136,8 +138,20 @@ class Transformer(nn.Module):
             return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
         weight = self.embedding.weight if head is None else head.weight
         return linear_cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), classes=self.config.vocab_size, chunk_loss=self._chunk_loss
+            x.flatten(0, 1),
+            weight,
+            targets.flatten(),
+            classes=self.config.vocab_size,
+            chunk_loss=self._chunk_loss,
+            grad_output=self._head_grad_output(),
         )
+
+    def _head_grad_output(self) -> Format | None:
+        """The format of the gradient of logits: the recipe's of a head that was converted; one tied to the embedding goes with the blocks."""
+        if self.lm_head is not None:
+            return self.lm_head.recipe.head_grad_output if isinstance(self.lm_head, HeadLinear) else None
+        layers = (module for module in self.blocks[-1].modules() if isinstance(module, FP8Linear))
+        return next((layer.recipe.head_grad_output for layer in layers), None)
 
     def compile_blocks(self) -> None:
         """`torch.compile` each block, which share one compilation, and the loss; parameter names stay as they are."""
@@ -172,6 +186,11 @@ class Transformer(nn.Module):
                     following = torch.multinomial(probabilities, 1, generator=generator)
                 tokens = torch.cat((tokens, following), dim=1)
         return tokens
+
+
+def _is_product(head: nn.Module) -> bool:
+    """Whether the chunked loss may read the weight of the head instead of calling it."""
+    return type(head) is Linear or type(head) is HeadLinear and head.plain_class is Linear
 
 
 def _run(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:

@@ -33,6 +33,7 @@ from octavo.distributed.collectives import CollectiveError
 from octavo.distributed.launch import Place
 from octavo.linear import FP8Linear, drop_weight_cache
 from octavo.linear.module import SCALINGS
+from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling
 from octavo.settings import to_dict
 from octavo.tensor import ScaledTensor
@@ -47,7 +48,15 @@ TEMPORARY = ".tmp-"
 FIXED = ("recipe", "model", "data", "seed")
 """Groups of the config that a resumed run may not change: they decide what the tensors and the data position mean."""
 FINGERPRINT = "data.fingerprint"
-FREE = ("recipe.name", "model.recompute", "model.fused", "model.break_even", "data.cache", "data.path")
+FREE = (
+    "recipe.name",
+    "model.recompute",
+    "model.recompute_layers",
+    "model.fused",
+    "model.break_even",
+    "data.cache",
+    "data.path",
+)
 """Settings within those groups that change nothing: the text itself is compared by its fingerprint, not its path, and the layers that
 stay as they are by those of `LEFT`."""
 
@@ -231,10 +240,10 @@ def _damaged(path: Path) -> ValueError:
 def check_match(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming both values where a setting that a resumed run may not change differs.
 
-    A setting that octavo did not have yet when the run was saved counts as its default.
+    A setting that octavo did not have yet when the run was saved counts as its default, or as what `Recipe.BEFORE` says.
     """
     now = _flatten(wanted)
-    defaults = _flatten(to_dict(TrainConfig()))
+    defaults = _flatten(to_dict(TrainConfig())) | _flatten({"recipe": Recipe.BEFORE})
     before = {key: defaults[key] for key in now if key in defaults} | _flatten(saved)
     for key in [*now, *(key for key in before if key not in now)]:
         if key.split(".")[0] in FIXED and key not in FREE and before.get(key) != now.get(key):

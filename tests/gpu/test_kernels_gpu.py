@@ -160,7 +160,13 @@ def test_cast_transpose(cuda, m, k, fmt, dtype, seed):
         assert torch.equal(stats, want_stats)
         inner = codes[:m, :k]
         for part in (inner, inner.t()):
-            assert_same_bits(cuda.transpose_codes(part), reference.transpose_codes(part))
+            want = reference.transpose_codes(part)
+            assert_same_bits(cuda.transpose_codes(part), want)
+            stash = torch.full((want.shape[0], want.shape[1] + 48), 7.0, device=DEVICE).to(fmt.dtype)
+            columns = stash[:, 16 : 16 + want.shape[1]]
+            assert cuda.transpose_codes(part, out=columns) is columns
+            assert_same_bits(columns, want)
+            assert (stash[:, :16].float() == 7).all() and (stash[:, -32:].float() == 7).all()
     for row, col in ((True, False), (False, True)):
         one, one_t = cuda.cast_transpose(x, scalar(2.0), fmt.dtype, row=row, col=col)
         assert (one is None) != row and (one_t is None) != col

@@ -97,15 +97,20 @@ def _transpose_kernel(
     k_padded,
     stride_m,
     stride_k,
+    stride_out,
     tiles_k,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """codes_t [k_padded, m_padded] = codesᵀ of codes [m_size, k_size] with any strides, bytes; zeros in the padding."""
+    """codes_t [k_padded, m_padded] = codesᵀ of codes [m_size, k_size] with any strides, bytes; zeros in the padding.
+
+    Rows of codes_t are stride_out apart.
+    """
     m, k = tile(tl.program_id(0), tiles_k, TILE_M, TILE_K)
     valid = (m < m_size)[:, None] & (k < k_size)[None, :]
     codes = tl.load(codes_ptr + (m * stride_m)[:, None] + (k * stride_k)[None, :], mask=valid, other=0)
-    store_tile(codes, None, codes_t_ptr, m, k, m_padded, k_padded)
+    mask = (k < k_padded)[:, None] & (m < m_padded)[None, :]
+    tl.store(codes_t_ptr + (k * stride_out)[:, None] + m[None, :], tl.trans(codes), mask=mask)
 
 
 _launch_cast_transpose = Launcher(_cast_transpose_kernel, num_warps=8)
@@ -127,17 +132,17 @@ def cast_transpose_amax(
     return *_cast_transpose(x, scale, dtype, row, col, stats, amax), amax
 
 
-def transpose_codes(codes: Tensor) -> Tensor:
+def transpose_codes(codes: Tensor, *, out: Tensor | None = None) -> Tensor:
     """See `octavo.kernels.transpose_codes`."""
     if 1 in codes.shape:
-        return reference.transpose_codes(codes)
+        return reference.transpose_codes(codes, out=out)
     (m, k), (stride_m, stride_k) = codes.shape, codes.stride()
     m_padded, k_padded, tiles_m, tiles_k = geometry(m, k)
-    codes_t = codes.new_empty((k_padded, m_padded))
+    codes_t = codes.new_empty((k_padded, m_padded)) if out is None else out
     _launch_transpose(
         tiles_m * tiles_k,
         (codes.view(torch.uint8), codes_t.view(torch.uint8)),
-        *(m, k, m_padded, k_padded, stride_m, stride_k, tiles_k, TILE_M, TILE_K),
+        *(m, k, m_padded, k_padded, stride_m, stride_k, codes_t.stride(0), tiles_k, TILE_M, TILE_K),
     )
     return codes_t
 

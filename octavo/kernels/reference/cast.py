@@ -133,9 +133,10 @@ def cast_transpose_amax(
     return *cast_transpose(x, scale, dtype, row=row, col=col, stats=stats), amax(x)
 
 
-def transpose_codes(codes: Tensor) -> Tensor:
-    """Transposed copy [Kp, Mp] of 1-byte `codes` [M, K], padded with zero codes to multiples of 16."""
-    return pad_codes(codes.t())
+def transpose_codes(codes: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Transposed copy [Kp, Mp] of 1-byte `codes` [M, K], padded with zero codes to multiples of 16; in `out` if there is one."""
+    codes_t = pad_codes(codes.t())
+    return codes_t if out is None else out.copy_(codes_t)
 
 
 def pad_codes(codes: Tensor) -> Tensor:

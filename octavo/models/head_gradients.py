@@ -1,0 +1,88 @@
+"""Both gradients of a head by FP8 GEMMs, from the gradient of its logits in chunks of tokens (see `octavo.models.loss`).
+
+    dx [n, C] = g · w         wgrad dw [V, C] = gᵀ · x         g [n, V] = softmax - onehot, in [-1, 1], FP8 with a fixed scale
+
+Nobody looks for the largest value of g: its scale is the largest power of two that 1 bears, 2¹⁵ for E5M2, and the targets of what is
+not learned yet, all near -1, are hardly rounded. The weight is cast once, transposed; it is also kept in the compute dtype for the logits.
+
+dw contracts over tokens, so its GEMM reads gᵀ. Each chunk is transposed into a stash [V, tokens], and one GEMM multiplies a group of
+chunks by the input of its tokens, cast as a whole: 1 byte a logit, 0.8 GB for 16,384 tokens and a vocabulary of 50,304, at most 2³⁰ codes.
+Only beyond that there are several groups, whose products are summed in FP32. The stash is freed before backward begins, and dw exists
+only from the last chunk of the first group on, so where it is no larger than dw, in FP32, the peak of a step does not grow by it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.formats import E4M3, Format
+from octavo.kernels import ALIGN
+from octavo.linear.gemm import gemm
+from octavo.linear.head import weight_codes_t
+
+STASH_ELEMENTS = 1 << 30
+"""Codes of one group of chunks; a larger batch has several groups."""
+
+
+def unit_scale(fmt: Format) -> float:
+    """The largest power of two that is a scale for values in [-1, 1]."""
+    return 2.0 ** math.floor(math.log2(fmt.max))
+
+
+def group_tokens(vocabulary: int, chunk: int, stash_elements: int = STASH_ELEMENTS) -> int:
+    """Tokens of a group: whole chunks of `chunk` tokens, at least one."""
+    return max(stash_elements // vocabulary // chunk, 1) * chunk
+
+
+class FP8Gradients:
+    """dx [n, C] in the dtype of x and dw [V, C], FP32, chunk by chunk; each None if it is not needed.
+
+    x [n, C] and w [V, C] are in the compute dtype. Chunks come in order, all of `chunk` tokens but the last, `chunk` a multiple of 16
+    if there is more than one. Values that are not finite, in w, x or g, are NaN in what is computed from them.
+    """
+
+    def __init__(self, x: Tensor, w: Tensor, fmt: Format, need_x: bool, need_w: bool, chunk: int) -> None:
+        self.x, self.fmt, self.vocabulary = x, fmt, len(w)
+        self.dx = torch.empty_like(x) if need_x else None
+        self.dw: Tensor | None = None
+        self.need_w, self.group = need_w, group_tokens(self.vocabulary, chunk)
+        self.inverse = torch.full((), 1 / unit_scale(fmt), dtype=torch.float32, device=x.device)
+        self.weight = weight_codes_t(w, True) if need_x else None
+        self.stash: Tensor | None = None
+
+    def add(self, rows: slice, codes: Tensor) -> None:
+        """codes [rows, V]: the gradient of these tokens' logits."""
+        if self.dx is not None and self.weight is not None:
+            aligned = kernels.pad_codes(codes) if self.vocabulary % ALIGN else codes
+            weight_codes, weight_inverse = self.weight
+            dx = gemm(aligned, weight_codes, self.inverse, weight_inverse, self.x.dtype)
+            self.dx[rows] = dx[: len(codes), : self.x.shape[1]]
+        if self.need_w:
+            self._keep(rows, codes)
+
+    def _keep(self, rows: slice, codes: Tensor) -> None:
+        """Transposed into the stash of the group, which is multiplied when it is full."""
+        first = rows.start % self.group
+        tokens = min(self.group, len(self.x) - rows.start + first)
+        if self.stash is None:
+            shape = (_padded(self.vocabulary), _padded(tokens))
+            self.stash = torch.empty(shape, dtype=codes.dtype, device=codes.device)
+        kernels.transpose_codes(codes, out=self.stash[:, first : first + _padded(len(codes))])
+        if first + len(codes) == tokens:
+            self._wgrad(slice(rows.stop - tokens, rows.stop))
+
+    def _wgrad(self, rows: slice) -> None:
+        assert self.stash is not None
+        _, x_codes_t, _, _, x_inverse = kernels.quantize(self.x[rows], E4M3, row=False, return_inverse=True)
+        dw = gemm(self.stash, x_codes_t, self.inverse, x_inverse, torch.float32)
+        self.stash = None
+        dw = dw[: self.vocabulary, : self.x.shape[1]]
+        self.dw = dw if self.dw is None else self.dw.add_(dw)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
