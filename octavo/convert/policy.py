@@ -1,9 +1,10 @@
 """Which layers become FP8, and why the others do not.
 
 A layer is taken if octavo knows its forward to be x · wᵀ + bias and nothing else: exact classes only, for a subclass may do
-more. Of those, the default leaves out what FP8 would harm or slow down: the forward of output heads (their logits decide the loss; the
-backward becomes FP8, if the recipe has `head_grad_output`), routers of experts (a flipped choice is a large error), layers with a side under 32, and those that were
-measured to be slower on their device (`break_even`). A filter given by the user replaces the default, not what octavo cannot do.
+more. Of those, the default leaves out what FP8 would harm or slow down: the forward of output heads (their logits decide the loss; their
+backward becomes FP8 if the recipe has `head_grad_output`), routers of experts (a flipped choice is a large error), layers with a side
+under 32, and those that were measured to be slower on their device (`break_even`). A filter given by the user replaces the default, not
+what octavo cannot do.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ not learned yet, all near -1, are hardly rounded. The weight is cast once, trans
 
 dw contracts over tokens, so its GEMM reads gᵀ. Each chunk is transposed into a stash [V, tokens], and one GEMM multiplies a group of
 chunks by the input of its tokens, cast as a whole: 1 byte a logit, 0.8 GB for 16,384 tokens and a vocabulary of 50,304, at most 2³⁰ codes.
-Only beyond that there are several groups, whose products are summed in FP32. The stash is freed before backward begins, and dw exists
-only from the last chunk of the first group on, so where it is no larger than dw, in FP32, the peak of a step does not grow by it.
+Only beyond that there are several groups, whose products are summed in FP32. The last is multiplied when the weights of the compute dtype
+are gone, and the stash is freed before backward begins, which holds dw twice: so the peak of a step grows only where the stash is larger
+than dw in FP32.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def group_tokens(vocabulary: int, chunk: int, stash_elements: int = STASH_ELEMEN
 
 
 class FP8Gradients:
-    """dx [n, C] in the dtype of x and dw [V, C], FP32, chunk by chunk; each None if it is not needed.
+    """dx [n, C] in the dtype of x and dw [V, C], FP32, from chunks that come in order; each None if it is not needed.
 
-    x [n, C] and w [V, C] are in the compute dtype. Chunks come in order, all of `chunk` tokens but the last, `chunk` a multiple of 16
-    if there is more than one. Values that are not finite, in w, x or g, are NaN in what is computed from them.
+    x [n, C] and w [V, C] are in the compute dtype. All chunks have `chunk` tokens but the last, a multiple of 16 if there is more than
+    one. Values that are not finite, in w, x or g, are NaN in what is computed from them.
     """
 
     def __init__(self, x: Tensor, w: Tensor, fmt: Format, need_x: bool, need_w: bool, chunk: int) -> None:
@@ -64,23 +65,31 @@ class FP8Gradients:
         if self.need_w:
             self._keep(rows, codes)
 
-    def _keep(self, rows: slice, codes: Tensor) -> None:
-        """Transposed into the stash of the group, which is multiplied when it is full."""
-        first = rows.start % self.group
-        tokens = min(self.group, len(self.x) - rows.start + first)
-        if self.stash is None:
-            shape = (_padded(self.vocabulary), _padded(tokens))
-            self.stash = torch.empty(shape, dtype=codes.dtype, device=codes.device)
-        kernels.transpose_codes(codes, out=self.stash[:, first : first + _padded(len(codes))])
-        if first + len(codes) == tokens:
-            self._wgrad(slice(rows.stop - tokens, rows.stop))
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """(dx, dw), after the last chunk."""
+        self.weight = None
+        self._wgrad(len(self.x))
+        return self.dx, self.dw
 
-    def _wgrad(self, rows: slice) -> None:
+    def _keep(self, rows: slice, codes: Tensor) -> None:
+        """Transposed into the stash of the group."""
+        first = rows.start % self.group
+        if first == 0:
+            self._wgrad(rows.start)
+            tokens = min(self.group, len(self.x) - rows.start)
+            self.stash = torch.empty(_padded(self.vocabulary), _padded(tokens), dtype=codes.dtype, device=codes.device)
         assert self.stash is not None
-        _, x_codes_t, _, _, x_inverse = kernels.quantize(self.x[rows], E4M3, row=False, return_inverse=True)
+        kernels.transpose_codes(codes, out=self.stash[:, first : first + _padded(len(codes))])
+
+    def _wgrad(self, stop: int) -> None:
+        """The product of the group that ends before token `stop`, if there is one, added to dw."""
+        if self.stash is None:
+            return
+        x = self.x[(stop - 1) // self.group * self.group : stop]
+        _, x_codes_t, _, _, x_inverse = kernels.quantize(x, E4M3, row=False, return_inverse=True)
         dw = gemm(self.stash, x_codes_t, self.inverse, x_inverse, torch.float32)
         self.stash = None
-        dw = dw[: self.vocabulary, : self.x.shape[1]]
+        dw = dw[: self.vocabulary, : x.shape[1]]
         self.dw = dw if self.dw is None else self.dw.add_(dw)
 
 

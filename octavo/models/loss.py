@@ -14,7 +14,7 @@ With a `grad_output` format the two products with that gradient run in FP8 (`oct
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -101,12 +101,11 @@ def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
 
 
 class Gradients(Protocol):
-    """Takes the gradient of the logits chunk by chunk; dx and dw, those that are wanted, are whole after the last."""
-
-    dx: Tensor | None
-    dw: Tensor | None
+    """Takes the gradient of the logits chunk by chunk, and gives dx and dw, each None if it is not needed."""
 
     def add(self, rows: slice, gradient: Tensor) -> None: ...
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None]: ...
 
 
 class PlainGradients:
@@ -124,6 +123,10 @@ class PlainGradients:
         if self.dw is not None:
             _add_product(self.dw, gradient.t(), self.x[rows])
 
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """(dx, dw)."""
+        return self.dx, self.dw
+
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a · b, in FP32; on a GPU within the GEMM, which saves a product of the size of the head, its rounding and two passes."""
@@ -131,6 +134,31 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
+
+
+def _over_chunks(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    classes: int,
+    chunk_elements: int,
+    chunk_loss: ChunkLoss,
+    fmt: Format | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Gradients]:
+    """(sum of the losses, what all chunks gave to the gradients); weights and logits are gone on return."""
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    chunks = _chunks(len(x), len(w), chunk_elements)
+    gradients: Gradients
+    if fmt is None or not chunks:
+        gradients = PlainGradients(x, w, needs[0], needs[1])
+    else:
+        gradients = FP8Gradients(x, w, fmt, needs[0], needs[1], chunks[0].stop)
+    for rows in chunks:
+        chunk_sum, gradient = chunk_loss(_logits(x[rows], w, classes), targets[rows], fmt)
+        loss += chunk_sum
+        gradients.add(rows, gradient)
+    return loss, gradients
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -145,21 +173,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_loss: ChunkLoss,
         fmt: Format | None,
     ) -> Tensor:
-        w, (need_x, need_w) = weight.to(x.dtype), ctx.needs_input_grad[:2]
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        chunks = _chunks(len(x), len(w), chunk_elements)
-        gradients: Gradients
-        if fmt is None or not chunks:
-            gradients = PlainGradients(x, w, need_x, need_w)
-        else:
-            gradients = FP8Gradients(x, w, fmt, need_x, need_w, chunks[0].stop)
-        for rows in chunks:
-            chunk_sum, gradient = chunk_loss(_logits(x[rows], w, classes), targets[rows], fmt)
-            loss += chunk_sum
-            gradients.add(rows, gradient)
+        loss, gradients = _over_chunks(
+            x, weight.to(x.dtype), targets, classes, chunk_elements, chunk_loss, fmt, ctx.needs_input_grad
+        )
+        dx, dw = gradients.finish()
         count = _count(targets)
         ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(gradients.dx, gradients.dw, count)
+        ctx.save_for_backward(dx, dw, count)
         return loss / count
 
     @staticmethod

@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         )
 
     def _head_grad_output(self) -> Format | None:
-        """The format of the gradient of logits: the recipe's of a head that was converted; one tied to the embedding goes with the blocks."""
+        """The format of the gradient of the logits: that of a converted head; one tied to the embedding goes with the blocks."""
         if self.lm_head is not None:
             return self.lm_head.recipe.head_grad_output if isinstance(self.lm_head, HeadLinear) else None
         layers = (module for module in self.blocks[-1].modules() if isinstance(module, FP8Linear))

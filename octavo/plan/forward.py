@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.models.loss import CHUNK_ELEMENTS
+from octavo.models.head_gradients import group_tokens
+from octavo.models.loss import chunk_tokens
 from octavo.plan.shapes import ATTENTION, COPIES, FEED_FORWARD, GRADIENTS, HEAD, RESIDUAL, WORK, Setup
 from octavo.plan.tape import Tape
 
@@ -172,17 +173,55 @@ class Forward:
         if s.itemsize < 4:
             t.hold("head weight", e * elements, COPIES)
         t.hold("head dx", self.stream, HEAD)
-        t.hold("head dw", 4 * elements, HEAD)
-        rows = min(s.tokens, max(1, CHUNK_ELEMENTS // vocabulary))
-        # Logits, their FP32 copy and log-probabilities, or, where fused, logits and their gradient. The gradient of the chunk before
-        # is freed when that of the next takes its name.
-        each = vocabulary * (2 * e if s.compiled else e + (8 if e < 4 else 4))
-        second = min(rows, s.tokens - rows)
-        t.brief(each * rows, HEAD)
-        if second:
-            t.brief(e * vocabulary * rows + each * second, HEAD)
-        chunk = rows * vocabulary
-        t.brief(e * chunk + e * elements, HEAD)
+        rows = min(s.tokens, chunk_tokens(vocabulary))
+        (self.fp8_chunks if s.fp8_head else self.plain_chunks)(rows)
         t.drop("head weight", "hidden")
         if self.plain_rms:
             t.drop(f"x {s.model.n_layers}")
+
+    def chunks(self, rows: int, gradient: int) -> None:
+        """The first chunk of `rows` tokens and the second, for a gradient of that many bytes an element.
+
+        Logits, their FP32 copy and log-probabilities, or, where fused, logits and their gradient. The gradient of the chunk before
+        is freed when that of the next takes its name.
+        """
+        s, t, e, vocabulary = self.s, self.t, self.s.itemsize, self.s.model.padded_vocab_size
+        each = vocabulary * (e + gradient if s.compiled else e + (8 if e < 4 else 4))
+        t.brief(each * rows, HEAD)
+        if s.fp8_head:
+            t.hold("stash", vocabulary * self.group(rows), HEAD)
+        second = min(rows, s.tokens - rows)
+        if second:
+            t.brief(gradient * vocabulary * rows + each * second, HEAD)
+
+    def group(self, rows: int) -> int:
+        """Tokens of the first group of chunks, which are multiplied as one."""
+        return min(self.s.tokens, group_tokens(self.s.model.padded_vocab_size, rows))
+
+    def plain_chunks(self, rows: int) -> None:
+        """Both gradients of the head, in the compute dtype."""
+        s, t, e = self.s, self.t, self.s.itemsize
+        t.hold("head dw", 4 * s.head_elements, HEAD)
+        self.chunks(rows, e)
+        t.brief(e * rows * s.model.padded_vocab_size + e * s.head_elements, HEAD)
+
+    def fp8_chunks(self, rows: int) -> None:
+        """The same in FP8: the transposed weight, the codes of a group of chunks, and, after its last, those of its input and dw."""
+        s, t, vocabulary, dw = self.s, self.t, self.s.model.padded_vocab_size, 4 * self.s.head_elements
+        t.hold("head codes", s.head_elements, COPIES)
+        self.chunks(rows, 1)
+        group, last = self.group(rows), self.s.tokens
+        if group < s.tokens:  # several: dw is there from the second on
+            t.brief(rows * vocabulary + s.model.dim * group + dw, HEAD)
+            t.drop("stash")
+            last = s.tokens % group or group
+            t.hold("head dw", dw, HEAD)
+            following = min(group, s.tokens - group)
+            t.hold("stash", vocabulary * following, HEAD)
+            t.brief((rows + min(rows, following) * (s.itemsize + (1 if s.compiled else 8))) * vocabulary, HEAD)
+            t.drop("stash")
+            t.hold("stash", vocabulary * last, HEAD)
+        t.drop("head codes", "head weight")
+        t.brief(s.model.dim * last + dw, HEAD)
+        t.drop("stash", "head dw")
+        t.hold("head dw", dw, HEAD)

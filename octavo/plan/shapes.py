@@ -75,18 +75,29 @@ class Setup:
     @cached_property
     def left(self) -> frozenset[tuple[int, int]]:
         """Shapes of the linear layers that stay as they are because FP8 would be slower."""
-        if self.table is None or not self.recipe.converts:
-            return frozenset()
         shapes = tuple(self.linears.values())
-        table, together = None if self.table == "auto" else self.table, shapes if self.model.fused else ()
-        rule = BreakEven(self.tokens, self.compiled, table, together)
-        speedups = {shape: rule.speedup(*shape, self.capability) for shape in shapes}
-        return frozenset(shape for shape, speedup in speedups.items() if speedup is not None and speedup < 1)
+        return frozenset(shape for shape in shapes if self._slower(shape, shapes if self.model.fused else ()))
+
+    def _slower(self, shape: tuple[int, int], together: tuple[tuple[int, int], ...] = ()) -> bool:
+        """Whether FP8 was measured to slow a layer of that shape down; `together` as in `BreakEven`."""
+        if self.table is None or not self.recipe.converts:
+            return False
+        table = None if self.table == "auto" else self.table
+        speedup = BreakEven(self.tokens, self.compiled, table, together).speedup(*shape, self.capability)
+        return speedup is not None and speedup < 1
 
     def converted(self, name: str) -> bool:
         """Whether the layer becomes FP8."""
         shape = self.linears[name]
         return self.recipe.converts and min(shape) >= MIN_SIDE and shape not in self.left
+
+    @property
+    def fp8_head(self) -> bool:
+        """Whether the two backward GEMMs of the head are FP8; a tied one goes with the blocks, whatever its own speed."""
+        if self.recipe.head_grad_output is None or not any(map(self.converted, self.linears)):
+            return False
+        shape = (self.model.dim, self.model.padded_vocab_size)
+        return self.model.tie_embeddings or min(shape) >= MIN_SIDE and not self._slower(shape)
 
     @property
     def fused(self) -> bool:

@@ -53,10 +53,11 @@ def step_time(setup: Setup, gpu: Ceiling) -> StepTime:
     plain = sum(setup.size(name) for name in setup.linears if not setup.converted(name))
     seconds: dict[str, float] = {}
     product = 2.0 * n * layers * fp8
-    seconds["FP8 GEMMs"] = product * (1 + again) / gpu.fp8_forward + 2 * product * backwards / gpu.fp8_backward
-    seconds["BF16 GEMMs"] = (
-        2.0 * n * (layers * plain * (1 + again + 2 * backwards) + 3 * setup.head_elements) / gpu.bf16
-    )
+    head = 2.0 * n * setup.head_elements
+    fp8_backward = 2 * product * backwards + (2 * head if setup.fp8_head else 0)
+    seconds["FP8 GEMMs"] = product * (1 + again) / gpu.fp8_forward + fp8_backward / gpu.fp8_backward
+    bf16 = 2.0 * n * layers * plain * (1 + again + 2 * backwards) + head * (1 if setup.fp8_head else 3)
+    seconds["BF16 GEMMs"] = bf16 / gpu.bf16
     scores = 2.0 * n * layers * setup.seq_len * m.attention_width  # two products of half the keys
     extra = backwards if m.recompute == "selective" else again
     seconds["attention"] = (
