@@ -9,7 +9,7 @@ small area in which scales and counts are gathered; a program finds its chunk in
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.cuda import reduce_kernels
-from octavo.kernels.cuda.launch import on_device
+from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.tables import addresses, aligned, upload
 from octavo.kernels.reference import reduce as reference
 from octavo.kernels.reference import reduce_scalars as scalars
@@ -27,6 +27,18 @@ from octavo.kernels.reference.reduce_scalars import MuState
 TILE = 4096
 CHUNK = 1 << 15
 """Elements of a program: an atomic for each does not count, and the last programs end at about the same time."""
+
+
+def _launcher(kernel: Any) -> Launcher:
+    return Launcher(kernel, num_warps=4, enable_fp_fusion=False)
+
+
+_launch_local_scales = _launcher(reduce_kernels.local_scales)
+_launch_pack = _launcher(reduce_kernels.pack)
+_launch_sum_amax = _launcher(reduce_kernels.sum_amax)
+_launch_cast_sum = _launcher(reduce_kernels.cast_sum)
+_launch_unpack = _launcher(reduce_kernels.unpack)
+_launch_update_mu = _launcher(reduce_kernels.update_mu)
 
 
 class _Table(NamedTuple):
@@ -96,11 +108,7 @@ def local_scales(gradients: Gradients) -> Tensor:
     """See `octavo.kernels.reference.reduce.local_scales`."""
     table = _table(gradients)
     chunks = _chunks(gradients.places, table.rows.device)
-    with on_device(table.rows):
-        reduce_kernels.local_scales[(len(chunks),)](
-            table.rows, chunks, table.scales.view(torch.int32), table.aligned, TILE, CHUNK,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    _launch_local_scales(len(chunks), (table.rows, chunks, table.scales.view(torch.int32)), table.aligned, TILE, CHUNK)
     return table.scales
 
 
@@ -109,11 +117,8 @@ def pack_codes(gradients: Gradients, minimum: Tensor, mu: Tensor) -> Tensor:
     table = _table(gradients)
     chunks = _chunks(gradients.places, table.rows.device)
     packed = torch.empty(gradients.places.rows, reference.ROW, dtype=E4M3.dtype, device=table.rows.device)
-    with on_device(packed):
-        reduce_kernels.pack[(len(chunks),)](
-            table.rows, chunks, minimum, mu, packed, any(low is not None for low in table.residuals),
-            table.aligned, TILE, CHUNK, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    residual = any(low is not None for low in table.residuals)
+    _launch_pack(len(chunks), (table.rows, chunks, minimum, mu, packed), residual, table.aligned, TILE, CHUNK)
     return packed
 
 
@@ -122,10 +127,7 @@ def sum_codes(received: Tensor, places: Places, first: int) -> tuple[Tensor, Ten
     world, count, _ = received.shape
     chunks = _part_chunks(places, first, count, received.device)
     amax = torch.zeros(len(places.numels), dtype=torch.float32, device=received.device)
-    with on_device(received):
-        reduce_kernels.sum_amax[(len(chunks),)](
-            received, chunks, amax.view(torch.int32), count, world, TILE, num_warps=4, enable_fp_fusion=False
-        )
+    _launch_sum_amax(len(chunks), (received, chunks, amax.view(torch.int32)), count, world, TILE)
     return amax, received
 
 
@@ -135,11 +137,8 @@ def cast_sum(sums: Tensor, amax: Tensor, places: Places, first: int) -> tuple[Te
     chunks = _part_chunks(places, first, count, sums.device)
     codes = torch.empty(count, reference.ROW, dtype=E4M3.dtype, device=sums.device)
     gain = torch.empty_like(amax)
-    with on_device(sums):
-        reduce_kernels.cast_sum[(max(len(chunks), len(gain)),)](
-            sums, chunks, amax, codes, gain, count, len(chunks), len(gain), world, TILE,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    programs = max(len(chunks), len(gain))
+    _launch_cast_sum(programs, (sums, chunks, amax, codes, gain), count, len(chunks), len(gain), world, TILE)
     return codes, gain
 
 
@@ -149,11 +148,10 @@ def unpack_codes(
     """See `octavo.kernels.reference.reduce.unpack_codes`."""
     table = _table(gradients)
     chunks = _chunks(gradients.places, table.rows.device)
-    with on_device(codes):
-        reduce_kernels.unpack[(len(chunks),)](
-            table.rows, chunks, codes.view(torch.uint8), minimum, mu, gain, table.largest, table.flags, world,
-            count, table.aligned, TILE, CHUNK, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    _launch_unpack(
+        len(chunks), (table.rows, chunks, codes.view(torch.uint8), minimum, mu, gain, table.largest, table.flags),
+        world, count, table.aligned, TILE, CHUNK,
+    )  # fmt: skip
     for own, written in zip(gradients.codes, table.codes, strict=True):
         if written is not own:
             own.copy_(written)
@@ -173,8 +171,7 @@ def update_mu(
     floor: float,
 ) -> None:
     """See `octavo.kernels.reference.reduce_scalars.update_mu`."""
-    with on_device(index):
-        reduce_kernels.update_mu[(triton.cdiv(len(index), 256),)](
-            *state, index, ratio, usable.view(torch.uint8), len(index), moves, threshold, 2.0 ** (1.0 / period), floor,
-            256, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    _launch_update_mu(
+        triton.cdiv(len(index), 256), (*state, index, ratio, usable.view(torch.uint8)),
+        len(index), moves, threshold, 2.0 ** (1.0 / period), floor, 256,
+    )  # fmt: skip
