@@ -60,6 +60,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "7b fused eager": ("gpt_7b", FUSED, "data.micro_batch=2", ONE, "train.compile=false"),
     "llama 7b fused selective": ("llama_7b", FUSED, "data.micro_batch=4", ONE, "model.recompute=selective"),
     "13b fused accumulating": ("gpt_13b", FUSED, "data.micro_batch=1", "train.micro_batches=3"),
+    "13b fused, 3": ("gpt_13b", FUSED, "data.micro_batch=3", "train.micro_batches=4"),
+    "20b fused, 24 blocks again": (
+        "gpt_13b",
+        *TWENTY,
+        FUSED,
+        "data.micro_batch=4",
+        ONE,
+        "model.recompute=full",
+        "model.recompute_layers=24",
+    ),
     "20b fused full": ("gpt_13b", *TWENTY, FUSED, "data.micro_batch=2", ONE, "model.recompute=full"),
     "20b fused full, release": (
         "gpt_13b",
