@@ -60,6 +60,11 @@ def test_names_are_those_of_the_table():
         ({"weight": FP16}, "E4M3 or E5M2"),
         ({"weight": E5M2}, "must be E4M3"),
         ({"input": None, "weight": None, "grad_output": None}, "without an input format none is converted"),
+        ({"head_grad_output": FP16}, "head_grad_output must be E5M2, E4M3 or None"),
+        (
+            {"input": None, "weight": None, "grad_output": None, "master": None, "grad": None},
+            "set head_grad_output=None",
+        ),
         ({"master": FP32}, "keep FP32 parameters"),
         ({"grad": E5M2}, "grad must be E4M3"),
         ({"grad": None}, "set grad=E4M3"),
