@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert, export
-from octavo.linear import FP8Linear, scaled_gradient
+from octavo.linear import FP8Linear, HeadLinear, scaled_gradient
 from octavo.tensor import ScaledTensor
 from octavo.train import checkpoint
 from octavo.train.data import Batch, Data
@@ -68,11 +68,14 @@ def load_run(path: str | Path, ranks: int, device: torch.device) -> tuple[SavedR
 def with_plain_gradients(model: nn.Module) -> None:
     """Keeps the GEMMs of a converted model and turns its weights and their gradients into plain tensors, in place."""
     layers = {name: layer.recipe for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
+    heads = [module for module in model.modules() if isinstance(module, HeadLinear)]
     if layers:
         export(model)
         recipe = next(iter(layers.values()))
         plain = dataclasses.replace(recipe, name=f"{recipe.name},grad=none", master=None, grad=None)
         convert(model, plain, filter=lambda module, name: name in layers)
+        for head in heads:
+            HeadLinear.adopt(head, plain)
 
 
 def block_matrices(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
