@@ -53,10 +53,11 @@ class HeadLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias, device = self.weight, self.bias, x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        fmt, power_of_two = self.recipe.head_grad_output, self.recipe.power_of_two
-        if fmt is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return _product(x.to(dtype), weight, bias)
-        return HeadFunction.apply(x, weight, bias, dtype, fmt, power_of_two)
+        fmt = self.recipe.head_grad_output
+        assert fmt is not None
+        return HeadFunction.apply(x, weight, bias, dtype, fmt, self.recipe.power_of_two)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -1,6 +1,6 @@
 """Both gradients of a head by FP8 GEMMs, from the gradient of its logits in chunks of tokens (see `octavo.models.loss`).
 
-    dx [n, C] = g · w         wgrad dw [V, C] = gᵀ · x         g [n, V] = softmax - onehot, in [-1, 1], FP8 with a fixed scale
+    dx [n, C] = g · w,    dw [V, C] = gᵀ · x,    g [n, V] = softmax - onehot, in [-1, 1]
 
 Nobody looks for the largest value of g: its scale is the largest power of two that 1 bears, 2¹⁵ for E5M2, and the targets of what is
 not learned yet, all near -1, are hardly rounded. The weight is cast once, transposed; it is also kept in the compute dtype for the logits.
@@ -34,9 +34,9 @@ def unit_scale(fmt: Format) -> float:
     return 2.0 ** math.floor(math.log2(fmt.max))
 
 
-def group_tokens(vocabulary: int, chunk: int, stash_elements: int = STASH_ELEMENTS) -> int:
+def group_tokens(vocabulary: int, chunk: int) -> int:
     """Tokens of a group: whole chunks of `chunk` tokens, at least one."""
-    return max(stash_elements // vocabulary // chunk, 1) * chunk
+    return max(STASH_ELEMENTS // vocabulary // chunk, 1) * chunk
 
 
 class FP8Gradients:
@@ -47,7 +47,7 @@ class FP8Gradients:
     """
 
     def __init__(self, x: Tensor, w: Tensor, fmt: Format, need_x: bool, need_w: bool, chunk: int) -> None:
-        self.x, self.fmt, self.vocabulary = x, fmt, len(w)
+        self.x, self.vocabulary = x, len(w)
         self.dx = torch.empty_like(x) if need_x else None
         self.dw: Tensor | None = None
         self.need_w, self.group = need_w, group_tokens(self.vocabulary, chunk)
