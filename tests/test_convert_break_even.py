@@ -237,6 +237,19 @@ def test_no_layer_at_all_is_a_warning_and_a_model_that_trains(table, seed):
         convert(nn.Sequential(nn.Linear(64, 8)), break_even=BreakEven(tokens=64, table=table))
 
 
+def test_layers_left_where_nobody_told_how_the_model_runs_are_a_warning(table, seed, monkeypatch):
+    monkeypatch.setattr(break_even, "MEASURED", table)
+    with deciding_by(BreakEven()):
+        with pytest.warns(
+            UserWarning, match=r"1 of 3 linear layers stay.* first 0: .*eager.*BreakEven\(tokens=..., compiled=True\)"
+        ):
+            assert converted(convert(mlp())) == ["2", "4"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert converted(convert(mlp(), break_even=BreakEven(compiled=True))) == ["0", "2", "4"]
+            convert(mlp(), break_even=BreakEven())
+
+
 def test_what_is_no_rule_is_refused(seed):
     with pytest.raises(TypeError, match="break_even is 4096.*BreakEven"):
         convert(mlp(), break_even=4096)

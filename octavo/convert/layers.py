@@ -11,7 +11,7 @@ import warnings
 
 from torch import Tensor, nn
 
-from octavo.convert.break_even import Rule, TooSlow, default_rule
+from octavo.convert.break_even import BreakEven, Rule, TooSlow, default_rule
 from octavo.convert.policy import (
     DefaultPolicy,
     Filter,
@@ -47,7 +47,8 @@ def convert(
 
     Converting again with the same recipe changes nothing, except that a new filter or another `break_even` may add layers. A
     weight that layers share with a module that stays plain (a tied embedding) is multiplied in FP8 but stored plain. If every layer
-    that the default would take is faster as it is, nothing changes and a warning says so.
+    that the default would take is faster as it is, nothing changes and a warning says so; another one says if some are, where nobody
+    told how the model will run.
 
     Raises `ValueError`, before anything changes, if the model has layers of another recipe, none that can be converted, or
     weights that a view or an unfinished backward pass holds; `TypeError` if `model` is no module or `filter` or `break_even` no
@@ -61,6 +62,8 @@ def convert(
         return model
     chosen, heads, skipped = _choose(model, modules, recipe, filter, break_even)
     _check_chosen(modules, chosen, skipped, recipe)
+    if chosen and break_even is True and default_rule() == BreakEven():
+        _tell_of_slow(chosen, skipped)
     shared = _shared_with_plain(modules, chosen)
     for fqn, reason in skipped.items():
         setattr(modules[fqn], SKIPPED, reason)
@@ -184,7 +187,9 @@ def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dic
         slow = [reason for reason in skipped.values() if isinstance(reason, TooSlow)]
         if slow:
             warnings.warn(
-                f"recipe {recipe.name!r} converts no layer, since none would be faster: {slow[0]}", stacklevel=1
+                f"recipe {recipe.name!r} converts no layer, since none would be faster: {slow[0]}, and "
+                "break_even=octavo.BreakEven(tokens=..., compiled=True) judges them as they run under torch.compile",
+                stacklevel=1,
             )
             return
         layers = "".join(f"\n  {fqn or 'the model itself'}: {reason}" for fqn, reason in list(skipped.items())[:8])
@@ -194,6 +199,17 @@ def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dic
         )
     if recipe.master is not None:
         _check_replaceable({fqn: modules[fqn] for fqn in chosen})
+
+
+def _tell_of_slow(chosen: list[str], skipped: dict[str, str]) -> None:
+    slow = {fqn: reason for fqn, reason in skipped.items() if isinstance(reason, TooSlow)}
+    if slow:
+        fqn, reason = next(iter(slow.items()))
+        warnings.warn(
+            f"{len(slow)} of {len(slow) + len(chosen)} linear layers stay as they are, the first {fqn}: {reason}, and "
+            "break_even=octavo.BreakEven(tokens=..., compiled=True) judges them as they run under torch.compile or in a CUDA graph",
+            stacklevel=2,
+        )
 
 
 def _check_replaceable(modules: dict[str, nn.Module]) -> None:
