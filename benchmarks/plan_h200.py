@@ -29,52 +29,37 @@ from octavo.train.setup import build_model, build_optimizer, build_release
 
 VOCABULARY = 50_257
 TWENTY = ("model.dim=6144", "model.n_layers=44", "model.n_heads=48")
-ONE, FUSED = "train.micro_batches=1", "model.fused=true"
+ONE, APART = "train.micro_batches=1", "model.fused=false"
 CASES: dict[str, tuple[str, ...]] = {
-    "125m bf16": ("gpt_125m", "recipe=bf16", "data.micro_batch=32", ONE),
+    "125m bf16": ("gpt_125m", "recipe=bf16", "data.micro_batch=32", ONE, APART),
     "125m": ("gpt_125m", "data.micro_batch=32", ONE),
     "125m eager": ("gpt_125m", "data.micro_batch=32", ONE, "train.compile=false"),
+    "125m apart": ("gpt_125m", "data.micro_batch=32", ONE, APART),
     "125m selective": ("gpt_125m", "data.micro_batch=32", ONE, "model.recompute=selective"),
     "125m full": ("gpt_125m", "data.micro_batch=32", ONE, "model.recompute=full"),
     "125m accumulating": ("gpt_125m", "data.micro_batch=16", "train.micro_batches=3"),
-    "7b bf16": ("gpt_7b", "recipe=bf16", "data.micro_batch=1", ONE),
+    "7b bf16": ("gpt_7b", "recipe=bf16", "data.micro_batch=1", ONE, APART),
     "7b": ("gpt_7b", "data.micro_batch=2", ONE),
+    "7b, 8": ("gpt_7b", "data.micro_batch=8", ONE),
     "7b eager": ("gpt_7b", "data.micro_batch=2", ONE, "train.compile=false"),
+    "7b apart": ("gpt_7b", "data.micro_batch=2", ONE, APART),
     "7b release": ("gpt_7b", "data.micro_batch=4", ONE, "optim.release=partial"),
     "llama 7b selective": ("llama_7b", "data.micro_batch=4", ONE, "model.recompute=selective"),
-    "13b": ("gpt_13b", "data.micro_batch=2", ONE),
     "13b accumulating": ("gpt_13b", "data.micro_batch=1", "train.micro_batches=3"),
+    "13b, 3": ("gpt_13b", "data.micro_batch=3", "train.micro_batches=4"),
     "13b full, release": ("gpt_13b", "data.micro_batch=8", ONE, "model.recompute=full", "optim.release=partial"),
     "20b full": ("gpt_13b", *TWENTY, "data.micro_batch=2", ONE, "model.recompute=full"),
-    "20b full, release": (
+    "20b, 24 blocks again": (
         "gpt_13b",
         *TWENTY,
-        "data.micro_batch=8",
-        ONE,
-        "model.recompute=full",
-        "optim.release=partial",
-    ),
-    "125m fused eager": ("gpt_125m", FUSED, "data.micro_batch=32", ONE, "train.compile=false"),
-    "7b fused": ("gpt_7b", FUSED, "data.micro_batch=2", ONE),
-    "7b fused, 8": ("gpt_7b", FUSED, "data.micro_batch=8", ONE),
-    "7b fused eager": ("gpt_7b", FUSED, "data.micro_batch=2", ONE, "train.compile=false"),
-    "llama 7b fused selective": ("llama_7b", FUSED, "data.micro_batch=4", ONE, "model.recompute=selective"),
-    "13b fused accumulating": ("gpt_13b", FUSED, "data.micro_batch=1", "train.micro_batches=3"),
-    "13b fused, 3": ("gpt_13b", FUSED, "data.micro_batch=3", "train.micro_batches=4"),
-    "20b fused, 24 blocks again": (
-        "gpt_13b",
-        *TWENTY,
-        FUSED,
         "data.micro_batch=4",
         ONE,
         "model.recompute=full",
         "model.recompute_layers=24",
     ),
-    "20b fused full": ("gpt_13b", *TWENTY, FUSED, "data.micro_batch=2", ONE, "model.recompute=full"),
-    "20b fused full, release": (
+    "20b full, release": (
         "gpt_13b",
         *TWENTY,
-        FUSED,
         "data.micro_batch=8",
         ONE,
         "model.recompute=full",

@@ -119,7 +119,7 @@ def test_a_block_is_built_as_it_is_planned(monkeypatch, tmp_path, seed):
 def test_a_plan_of_a_measured_gpu(tmp_path):
     assert {gpu.capability for gpu in GPUS.values()} == {"9.0"}
     path = write_table(tmp_path / "table.csv", "9.0", ("eager", "graph"))
-    settings = ["model.vocab_size=1000", f"model.break_even={path}"]
+    settings = ["model.vocab_size=1000", f"model.break_even={path}", "model.fused=false"]
     plan = make_plan(override(get_preset("gpt_125m"), settings))
     assert (768, 768) in plan.setup.left and (768, 3072) not in plan.setup.left
     everything = make_plan(override(get_preset("gpt_125m"), [settings[0], "model.break_even=none"]))

@@ -50,7 +50,7 @@ class ModelConfig:
     """What backward computes again instead of keeping it: attention and SwiGLU's product, or each block from its input."""
     recompute_layers: int | None = None
     """How many blocks `full` computes again, the first ones, whose activations would be kept longest; none is all."""
-    fused: bool = False
+    fused: bool = True
     """Norms, activations and rotations of converted blocks as kernels that write FP8 themselves."""
     break_even: str | None = "auto"
     """Linear layers that FP8 makes slower on this GPU, at the tokens of a micro-batch, stay as they are: `auto` asks octavo's own

@@ -20,7 +20,7 @@ from octavo.hf.gguf import cached_conversion
 from octavo.hf.load import load_transformers
 from octavo.hf.tokenizer_files import copy_tokenizer
 from octavo.models import TransformerConfig
-from octavo.train.config import TrainConfig
+from octavo.train.config import ModelConfig, TrainConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SOURCE = "source"
@@ -121,7 +121,7 @@ _OURS = ("recompute", "recompute_layers", "fused")
 def build_transformers(config: TrainConfig, device: torch.device, source: Checkpoint, weights: bool) -> CausalLM:
     """The converted model of transformers on `device`. Raises `ValueError` for settings that it cannot follow."""
     given = [name for name in config.model.DECIDED_BY_FROM if getattr(config.model, name) is not None]
-    given += [name for name in _OURS if getattr(config.model, name) not in ("none", False, None)]
+    given += [name for name in _OURS if getattr(config.model, name) != getattr(ModelConfig, name)]
     if given:
         raise ValueError(
             f"model.{given[0]} is {getattr(config.model, given[0])}, and with model.as=transformers {source.path} decides it: "
