@@ -166,7 +166,9 @@ def test_E10_all_micro_batches_are_reduced(recipe, seed):
     exact = mean_gradients(local_gradients(seed, 2, recipe, micro_batches=4))
     found = ranks.run(2, reduced, seed, recipe, 4)[0][1]
     assert worst_snr(found, exact) > 25
-    assert worst_snr(found, wanted) > 13  # with FP8 GEMMs on the one side; one of four micro-batches lost leaves 12 at best
+    assert (
+        worst_snr(found, wanted) > 13
+    )  # with FP8 GEMMs on the one side; one of four micro-batches lost leaves 12 at best
 
 
 def sent_bytes(algorithm: str) -> dict[str, int]:

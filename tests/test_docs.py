@@ -55,7 +55,10 @@ def test_snippets_run(page, tmp_path, monkeypatch, seed):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
-    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+    anchors = {
+        re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.M)
+    }
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("#"):
             assert target[1:] in anchors, f"{page}: no heading for {target}"

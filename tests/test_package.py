@@ -14,7 +14,17 @@ import pytest
 import octavo
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("transformers", "triton", "matplotlib", "rich", "tensorboard", "tokenizers", "safetensors", "pandas", "torch._inductor")
+HEAVY = (
+    "transformers",
+    "triton",
+    "matplotlib",
+    "rich",
+    "tensorboard",
+    "tokenizers",
+    "safetensors",
+    "pandas",
+    "torch._inductor",
+)
 
 PROBE = """
 import json, sys, warnings
