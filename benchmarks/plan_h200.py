@@ -1,6 +1,6 @@
 """Planned against allocated: the peak of `octavo plan` beside `torch.cuda.max_memory_allocated` for a list of configs, as a CSV.
 
-    python benchmarks/plan_h200.py [--only 13b] [--csv results/plan_h200.csv]
+    python benchmarks/plan_h200.py [--only 7b "13b, 3"] [--csv results/plan_h200.csv]
 
 Each case trains a few steps of random tokens in a process of its own, so that no case sees another's memory, and reads the peak of the
 steps after the second, when states exist and the compiler is done. The row has both peaks, their ratio, where the plan has its
@@ -148,7 +148,7 @@ FIELDS = (
 def main() -> None:
     """Run every case in a process of its own and write the rows as they come."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES, help="cases", metavar="CASE")
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after two others")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -158,9 +158,7 @@ def main() -> None:
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     rows: list[dict[str, Any]] = []
-    for name in CASES:
-        if arguments.only not in name:
-            continue
+    for name in arguments.only:
         command = [sys.executable, __file__, "--case", name, "--steps", str(arguments.steps)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
