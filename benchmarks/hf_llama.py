@@ -41,7 +41,7 @@ SIZES = {
 VOCABULARY = {"8b": 128_256, "tiny": 512}
 
 
-def build(variant: str, size: str, layers: int, device: torch.device) -> nn.Module:
+def build(variant: str, size: str, layers: int, device: torch.device, break_even: octavo.BreakEven) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         **SIZES[size],
@@ -54,12 +54,14 @@ def build(variant: str, size: str, layers: int, device: torch.device) -> nn.Modu
     with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     if variant == "octavo O2":
-        model, _ = octavo.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, _ = octavo.initialize(model, optimizer, "O2", break_even=break_even)
     return model
 
 
 def measure(run: Run, row: Row, size: str, layers: int, micro_batch: int, losses: dict[str, float]) -> Row:
-    model = build(row.variant, size, layers, run.device)
+    rule = octavo.BreakEven(micro_batch * SEQUENCE, compiled=row.mode == "compiled")
+    model = build(row.variant, size, layers, run.device, rule)
     forward = torch.compile(model) if row.mode == "compiled" else model
     generator = torch.Generator(run.device).manual_seed(SEED)
     shape = (micro_batch, SEQUENCE if run.is_cuda else 64)
