@@ -113,7 +113,7 @@ def _gemms(layer: nn.Linear, x: Tensor) -> Gemms:
     if not is_compiling():
         layer.watch_gradient()
     scaling = layer.grad_output_scaling if layer.training else None
-    return Gemms(layer.recipe, x.dtype, False, layer.gradient_format is not None, scaling)
+    return Gemms(layer.recipe, x.dtype, False, layer.gradient_format is not None, layer.hints, scaling)
 
 
 def _past(layer: nn.Linear) -> Past:

@@ -139,7 +139,17 @@ class NormHeads(torch.autograd.Function):
         dy, amax = kernels.rotary_backward(dq, dk, dv, cos, sin)
         dy = dy.view(x.shape[0], -1)
         operand, db = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, True, needs[3], bias_dtype, ctx.gemms.scaling, True, amax, None
+            dy,
+            recipe.grad_output,
+            recipe.power_of_two,
+            True,
+            needs[3],
+            bias_dtype,
+            ctx.gemms.scaling,
+            True,
+            amax,
+            None,
+            ctx.gemms.hints.grad_output,
         )
         dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
         dw = _weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
@@ -166,6 +176,7 @@ class Projection(torch.autograd.Function):
             col=needs[1],
             scaling=past.scaling,
             record=past.record,
+            hint=gemms.hints.input,
         )
         ctx.gemms, ctx.weight, ctx.version, ctx.shape, ctx.dtype = (
             gemms,
@@ -187,7 +198,17 @@ class Projection(torch.autograd.Function):
         check_version(weight, ctx.version)
         recipe, bias_dtype = gemms.recipe, ctx.bias_dtype if needs[2] else None
         operand, db = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, needs[0], needs[1], bias_dtype, gemms.scaling, True, amax, None
+            dy,
+            recipe.grad_output,
+            recipe.power_of_two,
+            needs[0],
+            needs[1],
+            bias_dtype,
+            gemms.scaling,
+            True,
+            amax,
+            None,
+            gemms.hints.grad_output,
         )
         dx = dgrad(operand, weight, gemms, ctx.shape, ctx.dtype) if needs[0] else None
         dw = _weight_gradient(operand, codes_t, inverse, weight, gemms) if needs[1] else None
@@ -249,7 +270,17 @@ class FeedForward(torch.autograd.Function):
         recipe, dy = out.recipe, _rows(dy)
         norm_dtype, b1_dtype, b2_dtype = ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[2] if needs[6] else None
         operand, db2 = cast_and_sum(
-            dy, recipe.grad_output, recipe.power_of_two, True, needs[5], b2_dtype, out.scaling, True, None, None
+            dy,
+            recipe.grad_output,
+            recipe.power_of_two,
+            True,
+            needs[5],
+            b2_dtype,
+            out.scaling,
+            True,
+            None,
+            None,
+            out.hints.grad_output,
         )
         da = dgrad(operand, w2, out, (x.shape[0], w2.shape[1]), x.dtype)
         dw2 = None

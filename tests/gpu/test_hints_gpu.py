@@ -150,7 +150,7 @@ def test_a_hint_that_changes_between_two_programs(cuda, odd, factor, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative, "_launch_quantize", first)
         got = cuda.quantize(x, E4M3, hint=right.clone())
-    assert len(set(word >> 2 for word in words[0])) == 2 and hints.MIN_NUMEL == 1
+    assert len({word >> 2 for word in words[0]}) == 2 and hints.MIN_NUMEL == 1
     for one, expected in zip(got[:4], want[:4], strict=True):
         assert_same_bits(one, expected)
 

@@ -1,9 +1,9 @@
 """Current scaling for one read: cast with the scale of the last time, find the maximum meanwhile, and cast again if it was wrong.
 
-A scale of its own asks for two reads of a tensor, 2 + 2 bytes an element of BF16, because the largest value comes before the first code. But a
-power of two seldom changes from one step to the next. So the first launch casts at once, with a `hint`; the second sees whether the
-maximum implies that same scale. If so, all codes are what they would have been. If not, it casts the tensor again. Codes and scale are those
-of current scaling in every bit, whatever the hint held: it is a cache, not a state, and nothing needs to save it or keep it in step.
+A scale of its own asks for two reads of a tensor, 2 + 2 bytes an element of BF16, because the largest value comes before the first code.
+But a power of two seldom changes from one step to the next. So the first launch casts at once, with a `hint`; the second sees whether
+the maximum implies that same scale. If so, all codes are what they would have been. If not, it casts the tensor again. Codes and scale
+are those of current scaling in every bit, whatever the hint held: it is a cache, not a state, and nobody has to save or send it.
 
 Where one of n casts is wrong, an element costs 2 + 4/n bytes read and written beside its codes, against 4: worth it for n > 2.
 
@@ -27,11 +27,11 @@ from octavo.kernels.cuda.numerics import magnitude_bits
 from octavo.kernels.cuda.tiles import flat_max, larger
 
 SETTLE_PROGRAMS = 264
-"""Of the second launch: two on each multiprocessor of a Hopper GPU, with all of its memory bandwidth if they cast; fewer read fewer parts."""
+"""Of the second launch: two on each of Hopper's multiprocessors, of eight warps. More would cast faster, and read all parts more often."""
 WORDS = 4096
 """Parts that a program reads at a time."""
 MIN_NUMEL = 2**22
-"""Below, a second read costs less than the check, some 3 µs: it is 2 µs for 2^22 elements of BF16, beside the launch, and from the cache."""
+"""Below, a second read costs no more than the check of the first, some 3 µs: it finds 8 MB of BF16 in the cache."""
 EXACT, OVER = tl.constexpr(1), tl.constexpr(2)
 
 

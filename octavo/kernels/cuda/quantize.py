@@ -209,7 +209,7 @@ def quantize(
         )
     if not x.is_contiguous():
         x = x.contiguous()
-    if amax is unit is stats is None and power_of_two and hintable(x, hint):
+    if (amax is None or column_sum is not None) and unit is stats is None and power_of_two and hintable(x, hint):
         assert hint is not None
         return speculative.quantize(x, fmt, row, col, column_sum, hint)
     sums = None
