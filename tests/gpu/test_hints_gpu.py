@@ -46,16 +46,15 @@ def all_hints(x: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
 def check_quantize(cuda, x: torch.Tensor, fmt: Format, hints: list[torch.Tensor]) -> None:
     want = reference.quantize(x, fmt)
     right = scale_word(x, fmt)
-    for hint in hints:
-        before = hint.clone()
+    for hint in (hint.clone() for hint in hints):
         codes, codes_t, scale, inverse, sums = cuda.quantize(x, fmt, column_sum=torch.float32, hint=hint)
         for got, expected in zip((codes, codes_t, scale, inverse), want[:4], strict=True):
             assert_same_bits(got, expected)
         assert hint & 0x7F800000 == right, "the next time finds what was right"
         check_column_sum(sums, x)
+    for hint in hints[:2]:
         for row, col in ((True, False), (False, True)):
-            hint = before.clone()
-            one, one_t, *_ = cuda.quantize(x, fmt, row=row, col=col, hint=hint)
+            one, one_t, *_ = cuda.quantize(x, fmt, row=row, col=col, hint=hint.clone())
             assert (one is None) != row and (one_t is None) != col
             assert_same_bits(codes if one is None else one, codes)
             assert_same_bits(codes_t if one_t is None else one_t, codes_t)
@@ -71,9 +70,11 @@ def check_column_sum(sums: torch.Tensor, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 2), (15, 17), (17, 33), (16, 256), (129, 130), (256, 128), (300, 64), (1100, 72)], ids=str
+    ("dtype", "fmt", "shape"),
+    [(d, f, (17, 33)) for d in DTYPES for f in FP8]
+    + [(torch.bfloat16, E4M3, shape) for shape in ((2, 2), (15, 130), (129, 16), (256, 128), (300, 64))],
+    ids=str,
 )
-@pytest.mark.parametrize(("dtype", "fmt"), [(d, f) for d in DTYPES for f in FP8], ids=str)
 def test_quantize(cuda, dtype, fmt, shape, seed):
     x = on((torch.randn(shape) * torch.exp2(torch.empty(shape).uniform_(-20, 8))).to(dtype))
     check_quantize(cuda, x, fmt, all_hints(x, fmt))
@@ -84,8 +85,8 @@ def test_quantize(cuda, dtype, fmt, shape, seed):
 def test_one_value_decides(cuda, value, fmt, seed):
     """Zeros, the ends of the range, and values that are not finite, in one tile of several."""
     for rest in (0.0, 1e-44):
-        x = torch.full((200, 80), rest)
-        x[150, 70] = value
+        x = torch.full((130, 80), rest)
+        x[128, 70] = value
         x = on(x)
         check_quantize(cuda, x, fmt, all_hints(x, fmt))
         check_cast_current(cuda, x, fmt)

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.cuda.cast import scale_of
-from octavo.kernels.cuda.numerics import magnitude_bits
-from octavo.kernels.cuda.tiles import flat_max, larger
+from octavo.kernels.cuda.numerics import INTERPRETED, magnitude_bits
+from octavo.kernels.cuda.tiles import larger
 
 SETTLE_PROGRAMS = 264
 """Of the second launch: two on each of Hopper's multiprocessors, of eight warps. More would cast faster, and read all parts more often."""
@@ -44,12 +44,12 @@ def hinted_scale(hint_ptr):
 @triton.jit
 def largest_bits(x):
     """`magnitude_bits` of the largest magnitude of a tile of any float, int32; where two of them fill a register, two at a time."""
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
-        bits = tl.reduce(tl.reshape(bits, [x.numel]), 0, larger)
+    x = tl.reshape(x, [x.numel])
+    if x.dtype.primitive_bitwidth == 16 and not INTERPRETED:  # (`tl.max` would widen them, and any other maximum takes the interpreter long)
+        bits = tl.reduce(x.to(tl.int16, bitcast=True) & 0x7FFF, 0, larger)
         bits = magnitude_bits(bits.to(x.dtype, bitcast=True))
     else:
-        bits = flat_max(magnitude_bits(x))
+        bits = tl.max(magnitude_bits(x), 0)
     return bits
 
 

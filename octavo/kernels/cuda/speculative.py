@@ -212,7 +212,7 @@ def _settle_current_kernel(
         if not right:
             lane = tl.arange(0, TILE)
             for turn in range(program, tl.cdiv(numel, TILE), tl.num_programs(0)):
-                start = turn.to(tl.int64) * TILE
+                start = tl.cast(turn, tl.int64) * TILE
                 x = tl.load(x_ptr + start + lane, mask=lane < numel - start, other=0.0).to(tl.float32)
                 tl.store(codes_ptr + start + lane, as_fp8(x * multiplier, MANTISSA_BITS), mask=lane < numel - start)
 
@@ -239,7 +239,7 @@ def quantize(
     scale, inverse = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
     _launch_quantize(programs, (x, hint, codes, codes_t, parts, sums), *scalars)
     _launch_settle_quantize(settlers, (x, hint, codes, codes_t, parts, scale, inverse), *settle_scalars)
-    return codes, codes_t, scale, inverse, None if sums is None else add_rows(sums, k, column_sum)
+    return codes, codes_t, scale, inverse, None if sums is None or column_sum is None else add_rows(sums, k, column_sum)
 
 
 def cast_current(x: Tensor, fmt: Format, hint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
