@@ -402,7 +402,7 @@ def test_counting_casts_runs_layers_alone(seed, monkeypatch):
         gradients(counted, batch())
     assert set(names) <= {"rotary"} and stats
     gradients(counted, batch())
-    assert {"norm_stats", "activation_amax"} < set(names)
+    assert {"norm_stats", "activation_quantize"} < set(names)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from octavo.linear.feed_forward import FeedForward
 from octavo.linear.gemm import Gemms
 from octavo.linear.module import FP8Linear
-from octavo.linear.regions import FeedForward, Heads, NormHeads, Past, Projection
+from octavo.linear.regions import Heads, NormHeads, Past, Projection
 
 __all__ = ["Heads", "can_fuse", "feed_forward", "has_hooks", "norm_heads", "projection"]
 

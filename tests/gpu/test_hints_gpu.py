@@ -124,6 +124,45 @@ def test_cast_current(cuda, shape, dtype, seed):
             check_cast_current(cuda, x.transpose(0, -1), fmt)
 
 
+def check_activation(cuda, h: torch.Tensor, kind: str, da: torch.Tensor | None, fmt: Format, hints: list[int]) -> None:
+    """Two reads, for which `tests/gpu/test_activation_gpu.py` answers, have the same bits, sums of columns included."""
+    options = {"da": da, "bias_sum": da is not None}
+    want = cuda.activation_quantize(h, kind, fmt, **options)
+    right = want[2].view(torch.int32)
+    for hint in (right.clone(), *map(word, hints)):
+        for got, expected in zip(cuda.activation_quantize(h, kind, fmt, **options, hint=hint), want, strict=True):
+            assert got is expected is None or assert_same_bits(got, expected) is None
+        assert hint & 0x7F800000 == right
+    for row, col in ((True, False), (False, True)):
+        one = cuda.activation_quantize(h, kind, fmt, da=da, row=row, col=col, hint=word(COLD))
+        assert (one[0] is None) != row and (one[1] is None) != col and one[5] is None
+        assert_same_bits(one[0] if row else one[1], want[0] if row else want[1])
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), (33, 70), (256, 128)], ids=str)
+def test_activation_quantize(cuda, kind, dtype, shape, seed):
+    m, f = shape
+    width = 2 * f if kind == "swiglu" else f
+    for draw in (torch.randn, spread_out):
+        h, da = on(draw((m, width)).to(dtype)), on(draw((m, f)).to(dtype))
+        check_activation(cuda, h, kind, None, E4M3, [COLD, HIGH])
+        check_activation(cuda, h, kind, da, E5M2, [COLD, LOW, GARBAGE])
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_activations_are_those_of_the_reference(cuda, kind, seed):
+    h, da = on(torch.randn(40, 64)), on(torch.randn(40, 64 if kind == "gelu" else 32))
+    for grad, fmt in ((None, E4M3), (da, E5M2)):
+        got = cuda.activation_quantize(h, kind, fmt, da=grad, hint=word(COLD))
+        want = reference.activation_quantize(h, kind, fmt, da=grad)
+        for one, other in zip(got[2:5], want[2:5], strict=True):
+            assert_same_bits(one, other)
+        different = got[0].view(torch.uint8) != want[0].view(torch.uint8)
+        assert different.float().mean() <= 1e-2 and got[0].shape == want[0].shape
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_hint_that_changes_between_two_programs(cuda, odd, factor, seed):
@@ -180,6 +219,16 @@ def test_large_matrices(cuda, shape, seed):
     for fmt in FP8:
         check_quantize(cuda, x, fmt, [word(COLD), scale_word(x, fmt), scale_word(x, fmt, 2.0)])
         check_cast_current(cuda, x, fmt)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("shape", [(16_384, 11_008), (1000, 5000)], ids=str)
+def test_large_activations(cuda, kind, shape, seed):
+    m, f = shape
+    h = torch.randn(m, 2 * f if kind == "swiglu" else f, device="cuda").bfloat16()
+    check_activation(cuda, h, kind, None, E4M3, [COLD, HIGH])
+    check_activation(cuda, h, kind, torch.randn(m, f, device="cuda").bfloat16(), E5M2, [COLD, LOW])
 
 
 @pytest.mark.gpu

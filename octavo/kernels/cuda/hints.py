@@ -45,7 +45,9 @@ def hinted_scale(hint_ptr):
 def largest_bits(x):
     """`magnitude_bits` of the largest magnitude of a tile of any float, int32; where two of them fill a register, two at a time."""
     x = tl.reshape(x, [x.numel])
-    if x.dtype.primitive_bitwidth == 16 and not INTERPRETED:  # (`tl.max` would widen them, and any other maximum takes the interpreter long)
+    if (
+        x.dtype.primitive_bitwidth == 16 and not INTERPRETED
+    ):  # (`tl.max` would widen them; the interpreter has no other that is fast)
         bits = tl.reduce(x.to(tl.int16, bitcast=True) & 0x7FFF, 0, larger)
         bits = magnitude_bits(bits.to(x.dtype, bitcast=True))
     else:
