@@ -315,7 +315,7 @@ def compiled_pair(dialect: str, seed: int) -> list[Transformer]:
 def names_run(monkeypatch) -> list[str]:
     """Names of the fused kernels that run from now on."""
     names: list[str] = []
-    for name in ("norm_stats", "activation_amax", "rotary"):
+    for name in ("norm_stats", "activation_amax", "activation_quantize", "rotary"):
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _f=function, _n=name, **k: names.append(_n) or _f(*a, **k))
     return names
