@@ -209,10 +209,12 @@ def product(x: Operand, weight: Tensor, bias: Tensor | None, gemms: Gemms, m: in
 
 
 def weight_gradient(dy: Operand, x_codes_t: Tensor, x_inverse: Tensor, weight: Tensor, gemms: Gemms) -> Tensor:
+    """dw as autograd is to see it."""
     return stored_gradient(wgrad(dy, x_codes_t, x_inverse, weight, gemms), weight, gemms)
 
 
 def to_dtype(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """`x` in `dtype`; None if either is."""
     return None if x is None or dtype is None else x.to(dtype)
 
 

@@ -41,10 +41,10 @@ SETTLE_WARPS = 8
 SETTLE_REPEAT = REPEAT * 4 // SETTLE_WARPS
 
 _launch_amax = Launcher(amax_kernel, num_warps=8, enable_fp_fusion=False)
-# At 96 registers a thread five blocks run on a multiprocessor; the compiler takes a few more. Of a gated gradient, three do.
+# At 96 registers a thread five blocks run on a multiprocessor; the compiler takes a few more. A gated gradient holds twice the values.
 _launch_cast = Launcher(cast_kernel, num_warps=4, enable_fp_fusion=False, maxnreg=96)
-_launch_gated_cast = Launcher(cast_kernel, num_warps=4, enable_fp_fusion=False, maxnreg=168)
-_launch_settle = Launcher(settle_kernel, num_warps=SETTLE_WARPS, enable_fp_fusion=False, maxnreg=128)
+_launch_gated_cast = Launcher(cast_kernel, num_warps=4, enable_fp_fusion=False)
+_launch_settle = Launcher(settle_kernel, num_warps=SETTLE_WARPS, enable_fp_fusion=False, maxnreg=64)
 
 
 def activation_amax(h: Tensor, kind: str) -> Tensor:

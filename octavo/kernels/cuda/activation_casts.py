@@ -7,10 +7,19 @@ import triton.language as tl
 
 from octavo.kernels.cuda.activation_kernels import activate, gradients
 from octavo.kernels.cuda.cast import scale_of
-from octavo.kernels.cuda.hints import amax_of_parts, hinted_scale, settled, store_part
+from octavo.kernels.cuda.hints import amax_of_parts, hinted_scale, remember_scale, settled, store_part
 from octavo.kernels.cuda.numerics import magnitude_bits
 from octavo.kernels.cuda.scales import visible
-from octavo.kernels.cuda.tiles import flat_max, larger, load_floats, place_of, round_through, store_codes, tile_rows
+from octavo.kernels.cuda.tiles import (
+    flat_max,
+    larger,
+    load_floats,
+    place_of,
+    round_through,
+    store_codes,
+    store_sums,
+    tile_rows,
+)
 
 
 @triton.jit
@@ -68,7 +77,6 @@ def _store(
     codes_ptr,
     codes_t_ptr,
     stats_ptr,
-    sums_ptr,
     width,
     m_padded,
     k_padded,
@@ -83,12 +91,12 @@ def _store(
     if TWO:
         limit = width
     store_codes(
-        x, inside, tile, m, k, limit, scale, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
+        x, inside, tile, m, k, limit, scale, codes_ptr, codes_t_ptr, stats_ptr, None,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
     )  # fmt: skip
     if TWO:  # The second half ends in the padding.
         store_codes(
-            up, inside, tile, m, k + width, k_padded, scale, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
+            up, inside, tile, m, k + width, k_padded, scale, codes_ptr, codes_t_ptr, stats_ptr, None,
             m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
         )  # fmt: skip
 
@@ -139,15 +147,23 @@ def cast_kernel(
         largest = flat_max(largest)
     if amax_ptr is not None:
         tl.atomic_max(amax_ptr, largest)
+    store_sums(x, tile, k, width if TWO else k_padded, sums_ptr, k_padded)
+    if TWO:
+        store_sums(up, tile, k + width, k_padded, sums_ptr, k_padded)
     if parts_ptr is None:
         scale = tl.load(scale_ptr)
+        _store(
+            x, up, inside, tile, m, k, scale, codes_ptr, codes_t_ptr, stats_ptr,
+            width, m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT, TWO,
+        )  # fmt: skip
     else:
         scale = hinted_scale(scale_ptr)
         store_part(parts_ptr, program, tl.num_programs(0), largest, scale, MAX)
-    _store(
-        x, up, inside, tile, m, k, scale, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
-        width, m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT, TWO,
-    )  # fmt: skip
+        if scale > 0:
+            _store(
+                x, up, inside, tile, m, k, scale, codes_ptr, codes_t_ptr, None,
+                width, m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT, TWO,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles_k", "tiles"])
@@ -191,6 +207,7 @@ def settle_kernel(
             tl.store(scale_ptr, scale)
             tl.store(visible_ptr, scale)
             tl.store(inverse_ptr, tl.div_rn(1.0, scale))
+            remember_scale(hint_ptr, scale)
     else:
         amax = amax_of_parts(parts_ptr, parts, WORDS)
         scale = scale_of(amax, tl.full((), MAX, tl.float32), True)
@@ -199,13 +216,13 @@ def settle_kernel(
             tl.store(scale_ptr, scale)
             tl.store(visible_ptr, shown)
             tl.store(inverse_ptr, inverse)
-            tl.store(hint_ptr, scale.to(tl.int32, bitcast=True))
+            remember_scale(hint_ptr, scale)
         for turn in range(program, tiles, tl.num_programs(0)):
             x, up, inside, tile, m, k = _values(
                 turn, h_ptr, da_ptr, m_size, width, h_stride, da_stride, tiles_k,
                 GATED, WHOLE, GROUP, REPEAT, TILE_M, TILE_K,
             )  # fmt: skip
             _store(
-                x, up, inside, tile, m, k, scale, codes_ptr, codes_t_ptr, None, None,
+                x, up, inside, tile, m, k, scale, codes_ptr, codes_t_ptr, None,
                 width, m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT, GATED and da_ptr is not None,
             )  # fmt: skip

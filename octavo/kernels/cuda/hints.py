@@ -5,7 +5,10 @@ But a power of two seldom changes from one step to the next. So the first launch
 the maximum implies that same scale. If so, all codes are what they would have been. If not, it casts the tensor again. Codes and scale
 are those of current scaling in every bit, whatever the hint held: it is a cache, not a state, and nobody has to save or send it.
 
-Where one of n casts is wrong, an element costs 2 + 4/n bytes read and written beside its codes, against 4: worth it for n > 2.
+A hint that was wrong costs the codes that were written in vain, 2 bytes an element, and a right one saves 2. Scales of activations change
+in a few percent of steps, but those of gradients, whose largest value is an outlier of few tokens, in up to half of them. So the hint has
+a doubt in its low bits, counted up by 2 where it would have been wrong and down by 1 where right: it is for long above 3 only where more
+than a third are wrong. Then, as without a hint, the first launch finds the maximum and writes nothing, and the second casts: two reads.
 
 There are no atomics, which would ask for memory set to zero. A program of the first launch leaves two numbers, `parts`: the largest
 magnitude of its tile, and a word of two bytes, the scale that it used and whether its tile allows a larger one, asks for this one or
@@ -26,19 +29,31 @@ from octavo.kernels.cuda.cast import scale_of
 from octavo.kernels.cuda.numerics import INTERPRETED, magnitude_bits
 from octavo.kernels.cuda.tiles import larger
 
-SETTLE_PROGRAMS = 264
-"""Of the second launch: two on each of Hopper's multiprocessors, of eight warps. More would cast faster, and read all parts more often."""
+SETTLE_PROGRAMS = 528
+"""Of the second launch: four on each of Hopper's multiprocessors, of eight warps. Each reads all words, and casts its part if it has to."""
 WORDS = 4096
 """Parts that a program reads at a time."""
 MIN_NUMEL = 2**22
 """Below, a second read costs no more than the check of the first, some 3 µs: it finds 8 MB of BF16 in the cache."""
 EXACT, OVER = tl.constexpr(1), tl.constexpr(2)
+MISS, DOUBTFUL, MOST_DOUBT = tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 
 
 @triton.jit
 def hinted_scale(hint_ptr):
-    """The scale to try: that of hint [1], FP32 bits as int32, without what no power of two has. FP32, a scalar."""
-    return (tl.load(hint_ptr) & 0x7F800000).to(tl.float32, bitcast=True)
+    """The scale to try, FP32, a scalar; 0 for none. hint [1]: the bits of the scale of the last time, int32, its doubt in the low four."""
+    word = tl.load(hint_ptr)
+    return tl.where((word & 0xF) < DOUBTFUL, word & 0x7F800000, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def remember_scale(hint_ptr, scale):
+    """Leave `scale` (FP32, a scalar) in hint, with more doubt or less; whatever it held, it is a hint then."""
+    word = tl.load(hint_ptr)
+    bits = scale.to(tl.int32, bitcast=True)
+    doubt = tl.where((word & 0x7F800000) == bits, (word & 0xF) - 1, (word & 0xF) + MISS)
+    doubt = tl.where(doubt < 0, 0, tl.where(doubt > MOST_DOUBT, MOST_DOUBT, doubt))
+    tl.store(hint_ptr, bits | doubt)
 
 
 @triton.jit

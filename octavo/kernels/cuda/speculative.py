@@ -4,7 +4,7 @@ Column sums come with the cast: FP32 sums over the rows of a tile, in an order t
 sum is more than 128 + M / 1,024 + 10 roundings deep; as Triton adds up a tile, it is 8 instead of the 128.
 
 The first launch has the instructions of the cast of two reads, 9.5 an element, and 13.5 with column sums, of the 28 for which its bytes
-leave time; 52 registers a thread, or 119. The magnitudes of values of 16 bits are compared two at a time.
+leave time; 72 registers a thread, or 117. The magnitudes of values of 16 bits are compared two at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from octavo.kernels.cuda.hints import (
     hinted_scale,
     largest_bits,
     new_parts,
+    remember_scale,
     settled,
     store_part,
 )
@@ -40,12 +41,13 @@ from octavo.kernels.cuda.tiles import (
     group_of,
     place_of,
     store_codes,
+    store_sums,
     tile_rows,
 )
 from octavo.kernels.cuda.transpose import geometry
 
 SETTLE_TILE_M = 2 * TILE_M
-"""Of twice as many warps, half as many programs: they have as much in flight, and read each part half as often."""
+"""Of twice as many warps: half as many programs read each part."""
 SETTLE_FLAT_TILE = 4 * FLAT_TILE
 
 
@@ -97,19 +99,21 @@ def _quantize_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """codes = saturate(round(x * s)), codes_t = codesᵀ, s = the hint; sums = Σ x over the rows of each tile; parts as of `store_part`.
+    """codes = saturate(round(x * s)), codes_t = codesᵀ, s = the hint, if there is one; sums = Σ x over the rows of each tile.
 
-    x [m_size, k_size] contiguous: any float; hint [1]: int32; codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8; sums
-    [tiles, k_padded]: FP32; parts: int32. Codes and sums that are not wanted are None. WHOLE: there is no padding.
+    x [m_size, k_size] contiguous: any float; hint [1]: int32; codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8; parts:
+    int32, as of `store_part`; sums [tiles, k_padded]: FP32. Codes and sums that are not wanted are None. WHOLE: there is no padding.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     x, inside, tile, m, k = _load_tile(x_ptr, program, m_size, k_size, tiles_k, WHOLE, GROUP, REPEAT, TILE_M, TILE_K)
     scale = hinted_scale(hint_ptr)
     store_part(parts_ptr, program, tl.num_programs(0), largest_bits(x), scale, MAX)
-    store_codes(
-        x.to(tl.float32), inside, tile, m, k, k_padded, scale, codes_ptr, codes_t_ptr, None, sums_ptr,
-        m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
-    )  # fmt: skip
+    store_sums(x.to(tl.float32), tile, k, k_padded, sums_ptr, k_padded)
+    if scale > 0:
+        store_codes(
+            x.to(tl.float32), inside, tile, m, k, k_padded, scale, codes_ptr, codes_t_ptr, None, None,
+            m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles_k", "tiles"])
@@ -146,6 +150,7 @@ def _settle_quantize_kernel(
         if program == 0:
             tl.store(scale_ptr, scale)
             tl.store(inverse_ptr, tl.div_rn(1.0, scale))
+            remember_scale(hint_ptr, scale)
     else:
         amax = amax_of_parts(parts_ptr, parts, WORDS)
         scale = scale_of(amax, tl.full((), MAX, tl.float32), True)
@@ -153,7 +158,7 @@ def _settle_quantize_kernel(
             shown, inverse = visible(scale, amax, None)
             tl.store(scale_ptr, shown)
             tl.store(inverse_ptr, inverse)
-            tl.store(hint_ptr, scale.to(tl.int32, bitcast=True))
+            remember_scale(hint_ptr, scale)
         for turn in range(program, tiles, tl.num_programs(0)):
             x, inside, tile, m, k = _load_tile(
                 x_ptr, turn, m_size, k_size, tiles_k, WHOLE, GROUP, REPEAT, TILE_M, TILE_K
@@ -175,7 +180,8 @@ def _cast_current_kernel(
     x = tl.load(x_ptr + start + lane, mask=lane < numel - start, other=0.0)
     scale = hinted_scale(hint_ptr)
     store_part(parts_ptr, program, tl.num_programs(0), largest_bits(x), scale, MAX)
-    tl.store(codes_ptr + start + lane, as_fp8(x.to(tl.float32) * scale, MANTISSA_BITS), mask=lane < numel - start)
+    if scale > 0:
+        tl.store(codes_ptr + start + lane, as_fp8(x.to(tl.float32) * scale, MANTISSA_BITS), mask=lane < numel - start)
 
 
 @triton.jit
@@ -208,7 +214,7 @@ def _settle_current_kernel(
             # Rounding keeps the order: the largest code is that of the largest value. (Codes are made of whole tiles only.)
             code = as_fp8(tl.full([WORDS], 1.0, tl.float32) * (amax * multiplier), MANTISSA_BITS)
             tl.store(largest_ptr, tl.max(magnitude_bits(code), 0).to(tl.float32, bitcast=True))
-            tl.store(hint_ptr, scale.to(tl.int32, bitcast=True))
+            remember_scale(hint_ptr, scale)
         if not right:
             lane = tl.arange(0, TILE)
             for turn in range(program, tl.cdiv(numel, TILE), tl.num_programs(0)):
