@@ -1,14 +1,15 @@
 """Current scaling for one read: cast with the scale of the last time, find the maximum meanwhile, and cast again if it was wrong.
 
 A scale of its own asks for two reads of a tensor, 2 + 2 bytes an element of BF16, because the largest value comes before the first code.
-But a power of two seldom changes from one step to the next. So the first launch casts at once, with a `hint`; the second sees whether
+But a power of two often stays from one step to the next. So the first launch casts at once, with a `hint`; the second sees whether
 the maximum implies that same scale. If so, all codes are what they would have been. If not, it casts the tensor again. Codes and scale
 are those of current scaling in every bit, whatever the hint held: it is a cache, not a state, and nobody has to save or send it.
 
-A hint that was wrong costs the codes that were written in vain, 2 bytes an element, and a right one saves 2. Scales of activations change
-in a few percent of steps, but those of gradients, whose largest value is an outlier of few tokens, in up to half of them. So the hint has
-a doubt in its low bits, counted up by 2 where it would have been wrong and down by 1 where right: it is for long above 3 only where more
-than a third are wrong. Then, as without a hint, the first launch finds the maximum and writes nothing, and the second casts: two reads.
+A hint that was wrong costs the codes that were written in vain, 2 bytes an element, and a right one saves 2. In the first 60 steps of a
+small GPT (4,096 tokens a step), scales of activations changed in 4 to 17% of the steps, but those of gradients, whose largest value is an
+outlier, in 38 to 52%. So the hint has a doubt in its low bits, counted up by 2 where it would have been wrong and down by 1 where right:
+it is above 3 for long only where more than a third are wrong. Then, as without a hint, the first launch finds the maximum and writes
+nothing, and the second casts: two reads.
 
 There are no atomics, which would ask for memory set to zero. A program of the first launch leaves two numbers, `parts`: the largest
 magnitude of its tile, and a word of two bytes, the scale that it used and whether its tile allows a larger one, asks for this one or
