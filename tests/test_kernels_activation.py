@@ -216,12 +216,21 @@ def test_operators(kind, seed):
         torch.library.opcheck(op.activation_cast, (h, kind, *args, amax, count), test_utils=checks)
         torch.library.opcheck(op.activation_backward_cast, (da, h, kind, *args, row, amax, count), test_utils=checks)
 
+    for col, bias_sum, grad in ((True, True, da), (False, False, da), (True, False, None)):
+        args = (E4M3.dtype, grad, True, col, bias_sum, True, torch.zeros((), dtype=torch.int32))
+        torch.library.opcheck(op.activation_quantize, (h, kind, *args), test_utils=checks)
+
     def steps(da, h):
+        hint = torch.zeros((), dtype=torch.int32)
+        quantized = [
+            *kernels.activation_quantize(h, kind, E4M3, row=False, hint=hint),
+            *kernels.activation_quantize(h, kind, E5M2, da=da, col=False, bias_sum=True, power_of_two=False),
+        ]
         amax = kernels.activation_amax(h, kind)
         forward = kernels.activation_cast(h, kind, kernels.scale_from_amax(amax, E4M3.max), E4M3.dtype, row=False)
         amax = kernels.activation_backward_amax(da, h, kind)
         scale = kernels.scale_from_amax(amax, E5M2.max)
-        return *forward, *kernels.activation_backward_cast(da, h, kind, scale, E5M2.dtype, bias_sum=True)
+        return *quantized, *forward, *kernels.activation_backward_cast(da, h, kind, scale, E5M2.dtype, bias_sum=True)
 
     for got, want in zip(torch.compile(steps, fullgraph=True, backend="aot_eager")(da, h), steps(da, h), strict=True):
         assert (got is None) == (want is None)

@@ -315,7 +315,7 @@ def compiled_pair(dialect: str, seed: int) -> list[Transformer]:
 def names_run(monkeypatch) -> list[str]:
     """Names of the fused kernels that run from now on."""
     names: list[str] = []
-    for name in ("norm_stats", "activation_amax", "rotary"):
+    for name in ("norm_stats", "activation_amax", "activation_quantize", "rotary"):
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _f=function, _n=name, **k: names.append(_n) or _f(*a, **k))
     return names
@@ -402,7 +402,7 @@ def test_counting_casts_runs_layers_alone(seed, monkeypatch):
         gradients(counted, batch())
     assert set(names) <= {"rotary"} and stats
     gradients(counted, batch())
-    assert {"norm_stats", "activation_amax"} < set(names)
+    assert {"norm_stats", "activation_quantize"} < set(names)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

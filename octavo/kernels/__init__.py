@@ -1,9 +1,8 @@
 """Kernels: tensors in, tensors out; nothing here knows of modules, gradients or recipes.
 
-Every function runs the Triton or cuBLASLt kernel of `octavo.kernels.cuda` for CUDA tensors and its twin in
-`octavo.kernels.reference`, the specification, for all others. In eager mode it is called directly; while
-`torch.compile` traces, as the opaque operator of `octavo.kernels.ops`, so a region compiles with `fullgraph=True` and
-gives the same bits.
+Every function runs the Triton or cuBLASLt kernel of `octavo.kernels.cuda` for CUDA tensors and its twin in `octavo.kernels.reference`,
+the specification, for all others. In eager mode it is called directly; while `torch.compile` traces, as the opaque operator of
+`octavo.kernels.ops`, so a region compiles with `fullgraph=True` and gives the same bits.
 
 Legend: M, N, K are the dims of a GEMM; Mp, Kp are rounded up to 16; codes are tensors of a storage dtype; a scale is FP32, 0-d or
 one per block of the last dim, and `real = codes / scale`. Nothing is differentiable: inputs are read detached.
@@ -23,6 +22,7 @@ from octavo.kernels.activation import (
     activation_backward_amax,
     activation_backward_cast,
     activation_cast,
+    activation_quantize,
 )
 from octavo.kernels.dispatch import backend
 from octavo.kernels.gemm import scaled_mm_nt
@@ -56,6 +56,7 @@ __all__ = [
     "activation_backward_amax",
     "activation_backward_cast",
     "activation_cast",
+    "activation_quantize",
     "add_norm_stats",
     "adamw",
     "adamw_commit",
@@ -107,8 +108,7 @@ def amax(x: Tensor, *, block: int | None = None) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, max: float, power_of_two: bool = True, margin: int = 0) -> Tensor:
-    """The scale max / amax * 2^-margin for a format with largest value `max` >= 1, rounded down to a power of two
-    unless told not to.
+    """The scale max / amax * 2^-margin for a format with largest value `max` >= 1, rounded down to a power of two unless told not to.
 
     FP32, of the shape of `amax`, always finite and positive: within [2^-126, 2^126], and 1 where `amax` is zero or not finite.
     """

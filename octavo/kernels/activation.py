@@ -1,7 +1,7 @@
 """Activation functions as the producers of FP8 operands, forward and backward: see `octavo.kernels.reference.activation`.
 
 `kind` is "gelu", the tanh form, of h [M, F], or "swiglu", silu(gate) · up, of h [M, 2·F] with all gates first. a and da are [M, F].
-With current scaling, the scale comes from the `..._amax` of a function; with delayed scaling its `..._cast` is all that runs.
+With current scaling, `activation_quantize` finds the scale; with delayed scaling `..._cast` is all that runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from octavo.formats import Format
 from octavo.kernels import ops_activation as ops
 from octavo.kernels.dispatch import backend
 from octavo.kernels.reference.activation import GATED
@@ -93,6 +94,35 @@ def activation_backward_cast(
         return *operands, maximum if amax else None, column_sum if bias_sum else None
     return backend(h).activation_backward_cast(
         da, h, kind, scale, dtype, row=row, col=col, bias_sum=bias_sum, amax=amax, stats=stats
+    )
+
+
+def activation_quantize(
+    h: Tensor,
+    kind: str,
+    fmt: Format,
+    *,
+    da: Tensor | None = None,
+    row: bool = True,
+    col: bool = True,
+    bias_sum: bool = False,
+    power_of_two: bool = True,
+    hint: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]:
+    """(codes, codes_t, scale, visible, inverse, column_sum) of a = act(h) or, given da, of dh, with the scale of its own largest value.
+
+    `scale` is the one of the cast, `visible` and `inverse` are what `octavo.kernels.visible_scale` makes of it; all else is as in
+    `activation_cast` and `activation_backward_cast`. `hint` is as in `octavo.kernels.quantize`: where it is right, h and da are read once.
+    """
+    _check(h, kind, da)
+    h, da = h.detach(), None if da is None else da.detach()
+    if is_compiling():
+        codes, codes_t, *scales, column_sum = ops.activation_quantize(
+            h, kind, fmt.dtype, da, row, col, bias_sum, power_of_two, hint
+        )
+        return codes if row else None, codes_t if col else None, *scales, column_sum if bias_sum else None
+    return backend(h).activation_quantize(
+        h, kind, fmt, da=da, row=row, col=col, bias_sum=bias_sum, power_of_two=power_of_two, hint=hint
     )
 
 

@@ -1,9 +1,13 @@
-"""The kernels of `octavo.kernels.activation` as opaque operators `octavo::*`, by the rules of `octavo.kernels.ops`."""
+"""The kernels of `octavo.kernels.activation` as opaque operators `octavo::*`, by the rules of `octavo.kernels.ops`.
+
+A `hint` is what it is in `octavo.kernels.ops_quantize`.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from octavo.formats import Format
 from octavo.kernels.dispatch import backend
 from octavo.kernels.ops import new_stats, or_empty, padded
 from octavo.kernels.reference.activation import GATED
@@ -86,3 +90,25 @@ def _(da, h, kind, scale, dtype, row, col, bias_sum, amax, count):
         h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32),
         new_stats(h, count),
     )
+
+
+@torch.library.custom_op(
+    "octavo::activation_quantize",
+    mutates_args=(),
+    schema="(Tensor h, str kind, ScalarType dtype, Tensor? da, bool row, bool col, bool bias_sum, bool power_of_two,"
+    " Tensor? hint) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def activation_quantize(h, kind, dtype, da, row, col, bias_sum, power_of_two, hint):
+    options = {"row": row, "col": col, "bias_sum": bias_sum, "power_of_two": power_of_two}
+    codes, codes_t, *scales, column_sum = backend(h).activation_quantize(
+        h, kind, Format.of(dtype), da=da, hint=hint, **options
+    )
+    return or_empty(codes, h, dtype), or_empty(codes_t, h, dtype), *scales, or_empty(column_sum, h, torch.float32)
+
+
+@activation_quantize.register_fake
+def _(h, kind, dtype, da, row, col, bias_sum, power_of_two, hint):
+    columns = h.shape[1] // 2 if GATED[kind] and da is None else h.shape[1]
+    scales = (h.new_empty((), dtype=torch.float32) for _ in range(3))
+    column_sum = h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32)
+    return *_fake_operands(h, columns, dtype, row, col), *scales, column_sum

@@ -1,4 +1,8 @@
-"""Current scaling as opaque operators, for `torch.compile`; see `octavo.kernels.ops`."""
+"""Current scaling as opaque operators, for `torch.compile`; see `octavo.kernels.ops`.
+
+A `hint` is written to and yet not declared as changed: no result of any operator depends on what it holds, so that calls may be repeated,
+reordered or dropped, which is all that a compiler does with a functional operator.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from octavo.kernels.ops import new_stats, or_empty, padded
     "octavo::quantize",
     mutates_args=(),
     schema="(Tensor x, ScalarType dtype, bool power_of_two, bool row, bool col, bool column_sum, Tensor? amax,"
-    " bool keep_amax, Tensor? unit, bool count) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool keep_amax, Tensor? unit, bool count, Tensor? hint=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count):
+def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None):
     stats = new_stats(x, count)
     codes, codes_t, scale, inverse, sums = backend(x).quantize(
         x,
@@ -28,6 +32,7 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit
         amax=kept_amax(x) if keep_amax else amax,
         unit=unit,
         stats=stats if count else None,
+        hint=hint,
     )
     return (
         or_empty(codes, x, dtype),
@@ -40,7 +45,7 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit
 
 
 @quantize.register_fake
-def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count):
+def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None):
     m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),
@@ -55,16 +60,16 @@ def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count
 @torch.library.custom_op(
     "octavo::cast_current",
     mutates_args=(),
-    schema="(Tensor x, ScalarType dtype, bool count) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, ScalarType dtype, bool count, Tensor? hint=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def cast_current(x, dtype, count):
+def cast_current(x, dtype, count, hint=None):
     stats = new_stats(x, count)
-    codes, scale, largest = backend(x).cast_current(x, Format.of(dtype), stats=stats if count else None)
+    codes, scale, largest = backend(x).cast_current(x, Format.of(dtype), stats=stats if count else None, hint=hint)
     return remember_amax(codes, largest), scale, largest, stats
 
 
 @cast_current.register_fake
-def _(x, dtype, count):
+def _(x, dtype, count, hint=None):
     scale, largest = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), scale, largest, new_stats(x, count)
 

@@ -1,7 +1,11 @@
 """Current scaling: a tensor is cast with the scale of its own largest value, in two launches (see `octavo.kernels`).
 
 The tensor is read twice, 2 + 2 bytes an element of BF16, because the scale needs the largest value before the first code. What else one
-wants of it, transposed codes or the sum of its columns, comes from the second read.
+wants of it, transposed codes or the sum of its columns, comes from the second read. A `hint` of the scale, one that was right for the
+last such tensor, spares a large tensor the first read wherever it is still right: the codes and the scale are the same in every bit.
+
+A hint is int32, 0-d, on the device of the tensor, and zero in the beginning; kernels write to it. It is no result, and none depends on what
+it holds: a compiler may drop such a write, repeat it or move it.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ def quantize(
     unit: Tensor | None = None,
     return_inverse: bool = False,
     stats: Tensor | None = None,
+    hint: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """(codes, codes_t, scale, column_sum): `x` [M, K] as operands of both GEMMs that read it, scaled by its own largest value.
 
@@ -50,6 +55,7 @@ def quantize(
         unit: FP32, 0-d: x stands for the real values x / unit, and the scale returned is the one of these.
         return_inverse: return 1 / scale as well, as a fifth result, for `scaled_mm_nt`.
         stats: as in `cast`.
+        hint: of the scale; read and written where it is of use (see above).
 
     Raises `ValueError` if `x` is not 2-D.
     """
@@ -63,7 +69,7 @@ def quantize(
     if is_compiling():
         count = stats is not None
         codes, codes_t, scale, inverse, sums, counts = ops_quantize.quantize(
-            x, fmt.dtype, power_of_two, row, col, dtype is not None, amax, keep_amax, unit, count
+            x, fmt.dtype, power_of_two, row, col, dtype is not None, amax, keep_amax, unit, count, hint
         )
         if stats is not None:
             stats += counts
@@ -80,26 +86,27 @@ def quantize(
             amax=amax,
             unit=unit,
             stats=stats,
+            hint=hint,
         )
     return (codes, codes_t, scale, sums, inverse) if return_inverse else (codes, codes_t, scale, sums)
 
 
 def cast_current(
-    x: Tensor, fmt: Format, *, return_amax: bool = False, stats: Tensor | None = None
+    x: Tensor, fmt: Format, *, return_amax: bool = False, stats: Tensor | None = None, hint: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """(codes, scale): `cast` of `x` with a power-of-two scale from its own largest value; codes of the shape of `x`, contiguous.
 
     If a value is not finite, all codes are NaN and the scale is 1: what is stored keeps a finite scale. `fmt` is E4M3 or E5M2;
-    `return_amax` returns amax(codes) as well, as a third result; `stats` as in `cast`.
+    `return_amax` returns amax(codes) as well, as a third result; `stats` as in `cast`, `hint` as in `quantize`.
     """
     if x.requires_grad:
         x = x.detach()
     if is_compiling():
-        codes, scale, largest, counts = ops_quantize.cast_current(x, fmt.dtype, stats is not None)
+        codes, scale, largest, counts = ops_quantize.cast_current(x, fmt.dtype, stats is not None, hint)
         if stats is not None:
             stats += counts
     else:
-        codes, scale, largest = backend(x).cast_current(x, fmt, stats=stats)
+        codes, scale, largest = backend(x).cast_current(x, fmt, stats=stats, hint=hint)
     return (codes, scale, largest) if return_amax else (codes, scale)
 
 

@@ -6,8 +6,9 @@
 
 On their own, norms and activations write BF16 that a cast reads twice, for its maximum and for its codes. Here their kernels write
 the codes (`octavo.kernels.norm`, `octavo.kernels.activation`), so that the norm of x, act(h) and the gradient of h exist in FP8 only. In
-bytes an element of the GEMM's operand, read and written beside the codes: norm 8 → 4, GELU 8 → 4, its gradient 12 → 8; the sum of the
-columns of an output gradient, for a bias, costs nothing (`kernels.quantize`).
+bytes an element of the GEMM's operand, read and written beside the codes: norm 8 → 4, GELU 8 → 4, its gradient 12 → 8, and of
+the last two half where a hint of the scale is right; the sum of the columns of an output gradient, for a bias, costs nothing
+(`kernels.quantize`).
 
 Sums and copies that autograd would make of its own accord join a pass that is there. The gradient of the residual is added where that of
 the norm is made: therefore `norm_heads` returns x. The gradients of queries, keys and values, which attention returns one by one, are
@@ -29,9 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from octavo.linear.feed_forward import FeedForward
 from octavo.linear.gemm import Gemms
 from octavo.linear.module import FP8Linear
-from octavo.linear.regions import FeedForward, Heads, NormHeads, Past, Projection
+from octavo.linear.regions import Heads, NormHeads, Past, Projection
 
 __all__ = ["Heads", "can_fuse", "feed_forward", "has_hooks", "norm_heads", "projection"]
 
@@ -113,7 +115,7 @@ def _gemms(layer: nn.Linear, x: Tensor) -> Gemms:
     if not is_compiling():
         layer.watch_gradient()
     scaling = layer.grad_output_scaling if layer.training else None
-    return Gemms(layer.recipe, x.dtype, False, layer.gradient_format is not None, scaling)
+    return Gemms(layer.recipe, x.dtype, False, layer.gradient_format is not None, layer.hints, scaling)
 
 
 def _past(layer: nn.Linear) -> Past:

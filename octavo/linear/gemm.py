@@ -26,6 +26,7 @@ from torch.compiler import is_compiling
 
 from octavo import kernels
 from octavo.linear.operand import (
+    Hints,
     Operand,
     cast_and_sum,
     column_sum,
@@ -49,6 +50,7 @@ class Gemms(NamedTuple):
     """The weight is stored [K, N], as in the Conv1D of Hugging Face."""
     scale_gradient: bool
     """Return the gradient of the weight as an E4M3 ScaledTensor, or keep it precise enough to become one."""
+    hints: Hints
     scaling: DelayedScaling | None = None
     """Scales of the output gradient, from the past."""
     stats: dict[str, Tensor] | None = None
@@ -110,6 +112,7 @@ class LinearFunction(torch.autograd.Function):
                 True,
                 None,
                 stats.get("grad_output"),
+                gemms.hints.grad_output,
             )
             if need_x:
                 dx = dgrad(dy_operand, weight, gemms, ctx.shape, ctx.x_dtype)
@@ -155,7 +158,7 @@ def wgrad(dy: Operand, x_codes_t: Tensor, x_inverse: Tensor, weight: Tensor, gem
 def stored_gradient(dw: Tensor, weight: Tensor, gemms: Gemms) -> Tensor:
     """`dw` as autograd is to see it: in FP8 if the weight is a ScaledTensor that wants it so."""
     if isinstance(weight, ScaledTensor) and gemms.scale_gradient:
-        return scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"))
+        return scaled_gradient(dw, weight.dtype, (gemms.stats or {}).get("grad"), gemms.hints.grad)
     return dw.to(weight.dtype)  # (an FP16 gradient that overflows shows, so that a loss scale backs off)
 
 

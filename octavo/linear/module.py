@@ -1,8 +1,9 @@
 """`FP8Linear`: a linear layer whose three GEMMs run in FP8, made from an existing layer by changing its class.
 
 The module object stays: its name, hooks, training flag and references to it survive, and so does every attribute. What a
-layer adds is its recipe and, with delayed scaling, two windows of past maxima, which are no buffers: `.half()` must not round
-them. `state_dict` speaks plain FP32 tensors under the names of the unconverted layer, and takes such back.
+layer adds is its recipe, hints of its scales and, with delayed scaling, two windows of past maxima. None of them is a buffer: `.half()`
+must not round them, and nobody has to save or send a hint. `state_dict` speaks plain FP32 tensors under the names of the unconverted
+layer, and takes such back.
 
 An input that several layers read (q, k and v; gate and up) is cast once: its operand hangs on the input tensor itself, and all
 layers save the same FP8 copy for backward. Delayed scaling gives each layer its own scale, and so its own copy.
@@ -19,7 +20,7 @@ from torch.compiler import is_compiling
 from octavo.formats import Format
 from octavo.linear import tracing
 from octavo.linear.gemm import Gemms, LinearFunction
-from octavo.linear.operand import Operand, cast_and_sum, drop_weight_cache, scaled_gradient, weight_operand
+from octavo.linear.operand import Hints, Operand, cast_and_sum, drop_weight_cache, scaled_gradient, weight_operand
 from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, watch_gradient
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling, update_all
@@ -47,6 +48,8 @@ class FP8Linear(nn.Linear):
     """Counts of casts while `collect_stats` is active."""
     input_scaling: DelayedScaling | None
     grad_output_scaling: DelayedScaling | None
+    hints: Hints
+    """On the device of the weight."""
 
     @classmethod
     def adopt(cls, module: nn.Module, recipe: Recipe, exclusive: bool) -> None:
@@ -56,6 +59,7 @@ class FP8Linear(nn.Linear):
         assert isinstance(module, FP8Linear)
         module.recipe, module.plain_class, module.exclusive, module.stats = recipe, plain_class, exclusive, None
         module.input_scaling = module.grad_output_scaling = None
+        module.hints = Hints.on(module.weight.device)
         module.reset_scaling()
         module.watch_gradient()
 
@@ -66,7 +70,7 @@ class FP8Linear(nn.Linear):
         tracing.layers.discard(self)
         replace_parameter(self.weight, uncast(self.weight.detach()), self.weight.grad)
         self.__class__ = self.plain_class  # type: ignore[assignment]
-        for name in ("recipe", "plain_class", "exclusive", "stats", "input_scaling", "grad_output_scaling"):
+        for name in ("recipe", "plain_class", "exclusive", "stats", "input_scaling", "grad_output_scaling", "hints"):
             delattr(self, name)
 
     @property
@@ -99,6 +103,7 @@ class FP8Linear(nn.Linear):
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
             first,
             self.exclusive and recipe.grad is not None,
+            self.hints,
             self.grad_output_scaling if training else None,
             stats,
         )
@@ -130,7 +135,9 @@ class FP8Linear(nn.Linear):
             cached = getattr(x, "_octavo_cast", None)
             if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
                 return cached[1]
-        operand, _ = cast_and_sum(flat, fmt, power_of_two, True, wgrad, None, scaling, record, None, stats)
+        operand, _ = cast_and_sum(
+            flat, fmt, power_of_two, True, wgrad, None, scaling, record, None, stats, self.hints.input
+        )
         if shared:
             x._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
         return operand
@@ -163,14 +170,17 @@ class FP8Linear(nn.Linear):
         """Forget all past maxima: the next steps scale each tensor by itself."""
         if self.recipe.scaling == "delayed":
             self.input_scaling, self.grad_output_scaling = DelayedScaling(), DelayedScaling()
-            self._move_scaling()
+        self._move_scaling()
 
     def _move_scaling(self) -> None:
-        """Past maxima are on the device of the weight before they are wanted, so that those of all layers can stay together."""
+        """Past maxima and hints are on the device of the weight before they are wanted: for a captured graph, and so that maxima of all
+        layers can stay together."""
         device = self.weight.device
         if device.type != "meta":
             for _, scaling in self.scalings():
                 scaling.to(device)
+            if self.hints.input.device != device:
+                self.hints = Hints.on(device)
 
     def update_scaling(self, done: Tensor | None = None) -> None:
         """Let the maxima of a step enter the windows, unless `done` (bool, 0-d) is false; once for each optimizer step."""
@@ -215,10 +225,11 @@ class FP8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         drop_weight_cache([self.weight])
-        return {**self.__dict__, "stats": None}
+        return {**self.__dict__, "stats": None, "hints": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.hints = Hints.on(self.weight.device)
         self.watch_gradient()  # a copied parameter has no hooks
 
     def extra_repr(self) -> str:

@@ -32,6 +32,23 @@ from octavo.scaling import DelayedScaling
 from octavo.tensor import ScaledTensor
 
 
+class Hints(NamedTuple):
+    """The scales that a layer's casts with current scaling had the last time, int32, 0-d: see `octavo.kernels.quantize`.
+
+    A cache for speed: no result depends on it, nobody saves it. Plain tensors and not numbers, for which layers would be compiled apart.
+    """
+
+    input: Tensor
+    grad_output: Tensor
+    grad: Tensor
+    """Of the gradient of the weight."""
+
+    @staticmethod
+    def on(device: torch.device) -> Hints:
+        """Hints that know nothing yet."""
+        return Hints(*(torch.zeros((), dtype=torch.int32, device=device) for _ in Hints._fields))
+
+
 class Operand(NamedTuple):
     """A matrix [M, K] as FP8 operands of two GEMMs; padded with zero codes to multiples of 16."""
 
@@ -69,12 +86,14 @@ def cast_operand(
     scaling: DelayedScaling | None = None,
     record: bool = True,
     stats: Tensor | None = None,
+    hint: Tensor | None = None,
 ) -> Operand:
     """Casts the matrix `x` [M, K] with a scale of its own, or with the one that `scaling` has from past maxima.
 
     `record` lets `scaling` see the maximum of `x`. `stats` (int64 [3]) is increased by the numbers of saturated, flushed and all elements.
+    `hint` is for a scale of its own, as in `kernels.quantize`.
     """
-    return cast_and_sum(x, fmt, power_of_two, row, col, None, scaling, record, None, stats)[0]
+    return cast_and_sum(x, fmt, power_of_two, row, col, None, scaling, record, None, stats, hint)[0]
 
 
 def cast_and_sum(
@@ -88,6 +107,7 @@ def cast_and_sum(
     record: bool,
     amax: Tensor | None,
     stats: Tensor | None,
+    hint: Tensor | None,
 ) -> tuple[Operand, Tensor | None]:
     """`cast_operand`, and the sum of the columns of `x`, [K], of the dtype `sum_columns` if there is one.
 
@@ -107,6 +127,7 @@ def cast_and_sum(
             amax=amax,
             return_inverse=True,
             stats=counts,
+            hint=hint,
         )
         return Operand(codes, codes_t, scale, inverse), sums
     if amax is None:
@@ -215,13 +236,15 @@ def _release(weight: Tensor) -> None:
     weight.__dict__.pop("_octavo_cast", None)
 
 
-def scaled_gradient(grad: Tensor, dtype: torch.dtype, stats: Tensor | None = None) -> ScaledTensor:
+def scaled_gradient(
+    grad: Tensor, dtype: torch.dtype, stats: Tensor | None = None, hint: Tensor | None = None
+) -> ScaledTensor:
     """A gradient as E4M3 codes with a fresh power-of-two scale, ready to accumulate; all NaN if a value is not finite.
 
-    `dtype` is the logical dtype; `stats` as in `cast_operand`.
+    `dtype` is the logical dtype; `stats` and `hint` as in `cast_operand`.
     """
     codes, scale, largest = kernels.cast_current(
-        grad, E4M3, return_amax=True, stats=None if stats is None else stats[:2]
+        grad, E4M3, return_amax=True, stats=None if stats is None else stats[:2], hint=hint
     )
     if not is_compiling():  # (there, the operator does)
         remember_amax(codes, largest)  # for the optimizer

@@ -8,6 +8,7 @@ from octavo.kernels.cuda.activation import (
     activation_backward_amax,
     activation_backward_cast,
     activation_cast,
+    activation_quantize,
 )
 from octavo.kernels.cuda.adamw import adamw
 from octavo.kernels.cuda.adamw_step import adamw_commit, adamw_prepare
@@ -29,6 +30,7 @@ __all__ = [
     "activation_backward_amax",
     "activation_backward_cast",
     "activation_cast",
+    "activation_quantize",
     "add_norm_stats",
     "adamw",
     "adamw_commit",

@@ -1,4 +1,4 @@
-"""The arithmetic and the Triton kernels of `octavo.kernels.cuda.activation`, which says what they move and what they cost.
+"""The arithmetic of `octavo.kernels.cuda.activation`, which says what kernels move and what they cost, and the kernel of its maxima.
 
 At 4.2 TB/s an H200 has 7 slots for an instruction of a lane for each byte that it moves: 28 for an element of GELU, and half of them
 in the unit for integers, comparisons and conversions. What follows is written for few instructions:
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.cuda.numerics import magnitude_bits
-from octavo.kernels.cuda.tiles import flat_max, larger, load_floats, place_of, round_through, store_codes, tile_rows
+from octavo.kernels.cuda.tiles import flat_max, larger, load_floats
 from octavo.kernels.reference.activation import CUBIC, SLOPE
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -38,7 +38,7 @@ def _sigmoid(z):
 
 
 @triton.jit
-def _activate(x, up, GATED: tl.constexpr):
+def activate(x, up, GATED: tl.constexpr):
     """x·σ(2u), or x·σ(x)·up; FP32."""
     if GATED:
         a = x * _sigmoid(x * -LOG2_E) * up
@@ -48,7 +48,7 @@ def _activate(x, up, GATED: tl.constexpr):
 
 
 @triton.jit
-def _gradients(grad, x, up, GATED: tl.constexpr):
+def gradients(grad, x, up, GATED: tl.constexpr):
     """The gradients for x and up, FP32; the second is of no use unless GATED."""
     if GATED:
         s = _sigmoid(x * -LOG2_E)
@@ -104,7 +104,7 @@ def amax_kernel(
         top = flat_max(highest).to(tl.float32, bitcast=True)
         decided = (top > 0.5) & (flat_max(largest) < 0x7F800000)
         if decided:
-            tl.atomic_max(amax_ptr, magnitude_bits(_activate(top, top, False).to(DTYPE)))
+            tl.atomic_max(amax_ptr, magnitude_bits(activate(top, top, False).to(DTYPE)))
         largest = tl.zeros([TILE_M, TILE_K], tl.int32)
     if not decided:
         for turn in range(ROUNDS):
@@ -117,81 +117,11 @@ def amax_kernel(
                 up = load_floats(h_ptr + at + width, inside, WHOLE)
             if da_ptr is not None:
                 grad = load_floats(da_ptr + (row * da_stride)[:, None] + k[None, :], inside, WHOLE)
-                x, up = _gradients(grad, x, up, GATED)
+                x, up = gradients(grad, x, up, GATED)
                 if GATED:
                     largest = larger(magnitude_bits(up), largest)
             else:
-                x = _activate(x, up, GATED)
+                x = activate(x, up, GATED)
             largest = larger(magnitude_bits(x), largest)
         # (Rounding keeps the order, so it can come last.)
         tl.atomic_max(amax_ptr, magnitude_bits(flat_max(largest).to(tl.float32, bitcast=True).to(DTYPE)))
-
-
-@triton.jit(do_not_specialize=["tiles_k"])
-def cast_kernel(
-    h_ptr,
-    da_ptr,
-    scale_ptr,
-    codes_ptr,
-    codes_t_ptr,
-    stats_ptr,
-    sums_ptr,
-    amax_ptr,
-    m_size,
-    width,
-    h_stride,
-    da_stride,
-    m_padded,
-    k_padded,
-    tiles_k,
-    MAX: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    GATED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    GROUP: tl.constexpr,
-    REPEAT: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    """codes = saturate(round(y * scale)), codes_t = codesᵀ, amax = max |y|, sums = Σ y over rows, of y = a or, given da, y = dh.
-
-    h [m_size, width or 2·width], da [m_size, width] or None, rows h_stride and da_stride apart: any float; scale [1]: FP32; codes
-    [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8; stats [2]: int64; sums [tiles, k_padded]: FP32, of each tile; amax [1]: FP32
-    bits as int32, zero before. Results that are not wanted are None. Zero codes in the padding.
-    """
-    tile, tile_k = place_of(tl.program_id(0), tiles_k, GROUP)
-    tile = tile.to(tl.int64)
-    m = tile_rows(tile, REPEAT, TILE_M)
-    k = tile_k.to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
-    inside = (m < m_size)[:, None] & (k < width)[None, :]
-    at = (m * h_stride)[:, None] + k[None, :]
-    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
-    x = load_floats(h_ptr + at, inside, WHOLE)
-    up = x
-    if GATED:
-        up = load_floats(h_ptr + at + width, inside, WHOLE)
-    if da_ptr is None:
-        x = round_through(_activate(x, up, GATED), DTYPE)
-    else:
-        grad = load_floats(da_ptr + (m * da_stride)[:, None] + k[None, :], inside, WHOLE)
-        x, up = _gradients(grad, x, up, GATED)
-        x = round_through(x, DTYPE)
-    limit = k_padded
-    if GATED and da_ptr is not None:
-        up = round_through(up, DTYPE)
-        limit = width
-    if amax_ptr is not None:
-        largest = magnitude_bits(x)
-        if GATED and da_ptr is not None:
-            largest = larger(magnitude_bits(up), largest)
-        tl.atomic_max(amax_ptr, flat_max(largest))
-    scale = tl.load(scale_ptr)
-    store_codes(
-        x, inside, tile, m, k, limit, scale, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
-        m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
-    )  # fmt: skip
-    if GATED and da_ptr is not None:  # The second half ends in the padding.
-        store_codes(
-            up, inside, tile, m, k + width, k_padded, scale, codes_ptr, codes_t_ptr, stats_ptr, sums_ptr,
-            m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
-        )  # fmt: skip

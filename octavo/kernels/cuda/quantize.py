@@ -24,8 +24,11 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels import reference
+from octavo.kernels.cuda import speculative
 from octavo.kernels.cuda.cast import MAX_PARTS, PROGRAMS, amax_parts, largest_part, scale_of
 from octavo.kernels.cuda.cast import TILE as FLAT_TILE
+from octavo.kernels.cuda.columns import COLUMNS, ROWS, add_rows
+from octavo.kernels.cuda.hints import hintable
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import as_fp8, flushed_count, magnitude_bits, saturated_count
 from octavo.kernels.cuda.scales import visible
@@ -41,8 +44,6 @@ from octavo.kernels.cuda.tiles import (
 )
 from octavo.kernels.cuda.transpose import geometry
 
-ROWS, COLUMNS = 8, 256
-"""Tile of the column sums."""
 ROUNDS = 4
 
 
@@ -79,19 +80,6 @@ def _amax_sums_kernel(
     tl.store(parts_ptr + program, tl.max(tl.max(largest, 1), 0))
     sums = (program // programs_k).to(tl.int64) * k_size
     tl.store(sums_ptr + sums + k, tl.sum(total, 0), mask=k < k_size)
-
-
-@triton.jit
-def _add_rows_kernel(parts_ptr, sum_ptr, rows, k_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sum = Σ over the rows of parts, ROWS at a time in their order. parts [rows, k_size]: FP32; sum [k_size]: any float."""
-    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, rows, ROWS):
-        at = (start + row).to(tl.int64) * k_size
-        valid = (start + row < rows)[:, None] & (k < k_size)[None, :]
-        total += tl.load(parts_ptr + at[:, None] + k[None, :], mask=valid, other=0.0)
-    tl.store(sum_ptr + k, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=k < k_size)
 
 
 @triton.jit(do_not_specialize=["tiles_k", "parts"])
@@ -189,7 +177,6 @@ def _cast_current_kernel(
 
 _launch_amax_sums = Launcher(_amax_sums_kernel, num_warps=8)
 _launch_quantize = Launcher(_quantize_kernel, num_warps=4)
-_launch_add_rows = Launcher(_add_rows_kernel, num_warps=8)
 _launch_cast_current = Launcher(_cast_current_kernel, num_warps=8)
 
 
@@ -204,6 +191,7 @@ def quantize(
     amax: Tensor | None = None,
     unit: Tensor | None = None,
     stats: Tensor | None = None,
+    hint: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
     """See `octavo.kernels.reference.quantize`. A matrix of one row or column takes the reference, as in `cast_transpose`."""
     m, k = x.shape
@@ -221,6 +209,9 @@ def quantize(
         )
     if not x.is_contiguous():
         x = x.contiguous()
+    if (amax is None or column_sum is not None) and unit is stats is None and power_of_two and hintable(x, hint):
+        assert hint is not None
+        return speculative.quantize(x, fmt, row, col, column_sum, hint)
     sums = None
     if column_sum is not None:
         parts, sums = _amax_parts_and_sum(x, column_sum)
@@ -234,13 +225,18 @@ def quantize(
     return codes, codes_t, scale, inverse, sums
 
 
-def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def cast_current(
+    x: Tensor, fmt: Format, *, stats: Tensor | None = None, hint: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `octavo.kernels.reference.cast_current`."""
     numel = x.numel()
     if numel == 0:
         return reference.cast_current(x, fmt, stats=stats)
     if not x.is_contiguous():
         x = x.contiguous()
+    if stats is None and hintable(x, hint):
+        assert hint is not None
+        return speculative.cast_current(x, fmt, hint)
     parts = amax_parts(x)
     codes = x.new_empty(x.shape, dtype=fmt.dtype)
     scale, largest = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
@@ -261,9 +257,7 @@ def _amax_parts_and_sum(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     _launch_amax_sums(programs_m * programs_k, (x, parts, sums), m, k, programs_k, turns, ROUNDS, ROWS, COLUMNS)
     if programs_m == 1:
         return parts, sums.view(k).to(dtype)
-    out = x.new_empty(k, dtype=dtype)
-    _launch_add_rows(-(-k // COLUMNS), (sums, out), programs_m, k, ROWS, COLUMNS)
-    return parts, out
+    return parts, add_rows(sums, k, dtype)
 
 
 @cache

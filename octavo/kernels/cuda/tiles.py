@@ -95,6 +95,13 @@ def flat_max(bits):
 
 
 @triton.jit
+def store_sums(x, tile, k, limit, sums_ptr, k_padded):
+    """Store the column sums of `x` (FP32), of columns `k`, where `k` < `limit`; sums may be None."""
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tile * k_padded + k, tl.sum(x, 0), mask=k < limit)
+
+
+@triton.jit
 def store_codes(
     x,
     inside,
@@ -120,8 +127,7 @@ def store_codes(
     """
     TILE_M: tl.constexpr = x.shape[0]
     TILE_K: tl.constexpr = x.shape[1]
-    if sums_ptr is not None:
-        tl.store(sums_ptr + tile * k_padded + k, tl.sum(x, 0), mask=k < limit)
+    store_sums(x, tile, k, limit, sums_ptr, k_padded)
     y = x * scale
     if not WHOLE:  # The padding is not multiplied: a NaN scale must not reach it.
         y = tl.where(inside, y, 0.0)

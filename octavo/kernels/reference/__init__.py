@@ -5,6 +5,7 @@ from octavo.kernels.reference.activation import (
     activation_backward_amax,
     activation_backward_cast,
     activation_cast,
+    activation_quantize,
 )
 from octavo.kernels.reference.adamw import adamw
 from octavo.kernels.reference.adamw_scalars import adamw_scalars
@@ -37,6 +38,7 @@ __all__ = [
     "activation_backward_amax",
     "activation_backward_cast",
     "activation_cast",
+    "activation_quantize",
     "add_norm_stats",
     "adamw",
     "adamw_commit",

@@ -21,8 +21,10 @@ import math
 import torch
 from torch import Tensor
 
+from octavo.formats import Format
 from octavo.kernels.reference.cast import amax as largest
 from octavo.kernels.reference.cast import cast_transpose
+from octavo.kernels.reference.quantize import current_scale
 
 SLOPE = 2 * math.sqrt(2 / math.pi)
 """2·u / x at x = 0."""
@@ -76,6 +78,28 @@ def activation_backward_cast(
     column_sum = dh.sum(0, dtype=torch.float32) if bias_sum else None
     codes = cast_transpose(dh, scale, dtype, row=row, col=col, stats=stats)
     return *codes, largest(dh) if amax else None, column_sum
+
+
+def activation_quantize(
+    h: Tensor,
+    kind: str,
+    fmt: Format,
+    *,
+    da: Tensor | None = None,
+    row: bool = True,
+    col: bool = True,
+    bias_sum: bool = False,
+    power_of_two: bool = True,
+    hint: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]:
+    """(codes, codes_t, scale, visible, inverse, column sums) of a = act(h) or, given da, of dh, with the scale of its own amax.
+
+    See `octavo.kernels.activation_quantize`. No result depends on `hint`.
+    """
+    y = activate(h, kind) if da is None else activate_backward(da, h, kind)
+    scale, visible, inverse = current_scale(largest(y), fmt.max, power_of_two)
+    column_sum = y.sum(0, dtype=torch.float32) if bias_sum else None
+    return *cast_transpose(y, scale, fmt.dtype, row=row, col=col), scale, visible, inverse, column_sum
 
 
 def activate(h: Tensor, kind: str) -> Tensor:

@@ -25,10 +25,12 @@ def quantize(
     amax: Tensor | None = None,
     unit: Tensor | None = None,
     stats: Tensor | None = None,
+    hint: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
     """(codes, codes_t, scale, inverse, column_sum) of `x` [M, K]: `cast_transpose` with the scale of its own amax.
 
     The scale returned is visible (see `visible_scale`), and inverse is its reciprocal; column_sum is [K], before the cast.
+    No result depends on `hint`.
     """
     maximum = largest(x) if amax is None else amax
     scale = scale_from_amax(maximum, fmt.max, power_of_two)
@@ -38,9 +40,12 @@ def quantize(
     return codes, codes_t, visible, inverse, sums
 
 
-def cast_current(x: Tensor, fmt: Format, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def cast_current(
+    x: Tensor, fmt: Format, *, stats: Tensor | None = None, hint: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scale, largest): `cast` of `x`, of any shape, with the scale of its own amax; codes all NaN and scale 1 if a value is
-    not finite. largest is the amax of the codes: rounding keeps the order, so that it is the code of the amax.
+    not finite. largest is the amax of the codes: rounding keeps the order, so that it is the code of the amax. No result
+    depends on `hint`.
     """
     maximum = largest(x)
     scale = scale_from_amax(maximum, fmt.max)
