@@ -5,9 +5,6 @@ from __future__ import annotations
 from octavo.plan.forward import Forward
 from octavo.plan.shapes import ATTENTION, FEED_FORWARD, GRADIENTS, RESIDUAL, WORK
 
-ACCUMULATE = 10
-"""Bytes an element that adding to an FP8 gradient takes for a moment: the sum and the addend in FP32, and new codes."""
-
 
 class Backward(Forward):
     """The whole step."""
@@ -75,8 +72,6 @@ class Backward(Forward):
             t.hold(new, size, GRADIENTS)
             t.drop("stored")
         if t.alive(key):
-            if stored:
-                t.brief(ACCUMULATE * size, WORK)
             t.drop(new, key)
             t.hold(key, s.gradient_bytes(name), GRADIENTS)
         else:

@@ -60,6 +60,11 @@ class Storage:
         elif residual is not None:
             self.residual = torch.empty_like(self.codes, dtype=torch.int8).copy_(residual)
 
+    def accumulate(self, other: Storage) -> None:
+        """`requantise` the sum with `other`, E4M3 codes of the same shape with one scale, as one operation: with a residual."""
+        self.residual = kernels.accumulate(self.codes, self.residual, self.scale, other.codes, other.scale)
+        self.mark_written()
+
     def divide_scale(self, divisor: float | Tensor) -> None:
         """Multiplies the real values by a positive finite `divisor`, in the scale."""
         self.scale.copy_(self.scale.div(divisor).clamp_(2.0**-126, 2.0**126))
