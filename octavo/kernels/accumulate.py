@@ -1,8 +1,8 @@
 """Accumulation of FP8 gradients: the gradient of a micro-batch joins the sum of those before it, without leaving eight bits.
 
-The sum is E4M11 (see `octavo.kernels.reference.residual`), and each addition gives it a fresh scale. Done apart, both sides become FP32 tensors,
-whose sum is read for its maximum, cast to new codes and copied: 38 bytes an element, 10 of them new memory. In place it is 3 bytes for the
-maximum and 3 + 2 for the sum: codes, residual and addend are read twice because an FP32 sum that waits would cost more, 4 + 4.
+The sum is E4M11 (see `octavo.kernels.reference.residual`), and each addition gives it a fresh scale. Done apart, both sides become FP32,
+their sum is read for its maximum, cast to new codes and copied: 38 bytes an element, and new memory of 10. In place it is 3 bytes for
+the maximum and 3 + 2 for the sum: codes, residual and addend are read twice because an FP32 sum that waits would cost more, 4 + 4.
 """
 
 from __future__ import annotations

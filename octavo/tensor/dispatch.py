@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.compiler import is_compiling
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -240,23 +239,12 @@ def _add(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     x, other = args[:2]
     if not _is_whole(x) or not x.residual_on_add:
         return NotImplemented
-    if _is_addend(other, x) and not kwargs:
+    if _is_whole(other) and not kwargs and x._storage.accumulates(other._storage):
         x._storage.accumulate(other._storage)
         return x
     other = uncast(other, torch.float32) if isinstance(other, Tensor) else other
     x._storage.requantise(x._storage.real(torch.float32).add_(other, **kwargs), residual=True)
     return x
-
-
-def _is_addend(other: Any, x: ScaledTensor) -> bool:
-    """Whether `other` is what a micro-batch adds to the gradient `x` in eager mode: E4M3 codes of its own, laid out like those of `x`."""
-    if not _is_whole(other) or other._storage is x._storage or is_compiling():
-        return False
-    codes, own = other._storage.codes, x._storage
-    alike = (codes.dtype, codes.shape, codes.device) == (own.codes.dtype, own.codes.shape, own.codes.device)
-    plain = alike and other.block is None and other._storage.residual is None
-    parts = (codes, own.codes) if own.residual is None else (codes, own.codes, own.residual)
-    return plain and all(part.is_contiguous() for part in parts)
 
 
 def _rescale(func: Any, args: Arguments, kwargs: Keywords) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
 from octavo import kernels
 from octavo.formats import BF16, E4M3, Format
@@ -60,8 +61,21 @@ class Storage:
         elif residual is not None:
             self.residual = torch.empty_like(self.codes, dtype=torch.int8).copy_(residual)
 
+    def accumulates(self, other: Storage) -> bool:
+        """Whether `accumulate` takes `other`: codes alone, with one scale, laid out as these are; in eager mode."""
+        if other is self or is_compiling() or other.block is not None or other.residual is not None:
+            return False
+        own, codes = self.codes, other.codes
+        alike = (codes.dtype, codes.shape, codes.device) == (own.dtype, own.shape, own.device)
+        return (
+            alike
+            and own.is_contiguous()
+            and codes.is_contiguous()
+            and (self.residual is None or self.residual.is_contiguous())
+        )
+
     def accumulate(self, other: Storage) -> None:
-        """`requantise` the sum with `other`, E4M3 codes of the same shape with one scale, as one operation: with a residual."""
+        """`requantise` with the sum of both and a residual, the same bits in one operation: see `kernels.accumulate`."""
         self.residual = kernels.accumulate(self.codes, self.residual, self.scale, other.codes, other.scale)
         self.mark_written()
 
