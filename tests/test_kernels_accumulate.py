@@ -1,4 +1,4 @@
-"""Accumulation in place has the bits of what it replaces, and takes no memory of the size of the tensor."""
+"""Accumulation in place has the bits of an FP32 sum that is cast afterwards, and gradients use it."""
 
 import pytest
 import torch
@@ -113,6 +113,20 @@ def test_accumulation_keeps_the_sum(seed):
     assert abs(total.abs().sum() / (320 * real.abs().sum()) - 1) < 0.01
     high = kernels.uncast(codes, own).double()
     assert abs(high.abs().sum() / (320 * real.abs().sum()) - 1) < 0.01
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_operator_of_compiled_regions(first, seed):
+    codes, residual = (codes_of(300), None) if first else sum_of(300)
+    other, scale, other_scale = codes_of(300), random_scale(True), random_scale(True)
+    own = [codes.clone(), None if residual is None else residual.clone(), scale.clone()]
+    want = check(codes, residual, scale, other, other_scale)
+    compiled = torch.compile(kernels.accumulate, backend="aot_eager", fullgraph=True)
+    low = compiled(*own, other, other_scale)
+    for got, its in zip((own[0], low, own[2]), want, strict=True):
+        assert_same_bits(got, its)
+    inputs = (*want, other, other_scale, first)
+    torch.library.opcheck(torch.ops.octavo.accumulate, inputs, test_utils="test_faketensor")
 
 
 def gradient(*shape: int) -> ScaledTensor:
