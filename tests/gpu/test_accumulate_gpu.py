@@ -1,5 +1,7 @@
 """The kernels of accumulation equal their reference bit for bit. With TRITON_INTERPRET=1 they run on CPU, see `interpreter`."""
 
+import importlib
+
 import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, convert_exactly
@@ -50,6 +52,17 @@ def test_sizes(size, first, seed):
     inputs = operands((size,), first)
     check(*inputs, torch.exp2(torch.randint(-30, 30, (2,)).float()).tolist(), first)
     check(*inputs, torch.exp2(torch.empty(2).uniform_(-30, 30)).tolist(), first)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("simple", [True, False])
+def test_several_turns_of_a_program(simple, first, seed, monkeypatch):
+    cast = importlib.import_module("octavo.kernels.cuda.cast")
+    monkeypatch.setattr(cast, "PROGRAMS", 3)
+    cast.division.cache_clear()
+    assert cast.division(31 * 4096 + 5)[1:] == (3, 4)
+    check(*operands((31 * 4096 + 5,), first), [4.0, 0.5] if simple else [4.1, 0.3], first)
+    cast.division.cache_clear()
 
 
 @pytest.mark.parametrize("first", [True, False])
