@@ -80,10 +80,10 @@ def _compare_with_hf(mine: Results, options: argparse.Namespace) -> dict:
             same = same and all(a[metric] == b[metric] for metric in ("acc", "acc_norm") if metric in b)
             largest, count = max(largest, *gaps), count + 1
             if not same or not max(gaps) <= TOLERANCE:
-                unequal.append(
-                    {"task": name, "item": a["item"], "gap": max(gaps), "ours": a["logprobs"], "hf": answers}
-                )
-    return {"items": count, "largest_gap": largest, "unequal": unequal}
+                values = {"gap": max(gaps), "same_answers": same, "ours": a["logprobs"], "hf": answers}
+                unequal.append({"task": name, "item": a["item"], **values})
+    other = sum(not one["same_answers"] for one in unequal)
+    return {"items": count, "largest_gap": largest, "other_answers": other, "unequal": unequal}
 
 
 def _device(name: str) -> str:

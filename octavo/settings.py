@@ -158,12 +158,11 @@ def to_dict(config: Any) -> Any:
 
 
 def from_dict(kind: type[C], values: dict[str, Any], path: str = "") -> C:
-    """The config of type `kind` that `to_dict` turned into `values`; fields that `values` lacks take their defaults, or what
-    `BEFORE` of the type says.
+    """The config of type `kind` that `to_dict` turned into `values`; fields that `values` lacks take their defaults.
 
     Raises `ValueError` that names the setting, below `path`, if it is unknown or of a wrong type.
     """
-    kinds, values = _kinds(kind), {**getattr(kind, "BEFORE", {}), **values}
+    kinds = _kinds(kind)
     for name in values:
         if name not in kinds:
             raise ValueError(f"no setting is called {_join(path, name)!r}; {_closest(name, name, list(kinds))}")

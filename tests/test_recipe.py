@@ -62,7 +62,14 @@ def test_names_are_those_of_the_table():
         ({"input": None, "weight": None, "grad_output": None}, "without an input format none is converted"),
         ({"head_grad_output": FP16}, "head_grad_output must be E5M2, E4M3 or None"),
         (
-            {"input": None, "weight": None, "grad_output": None, "master": None, "grad": None},
+            {
+                "input": None,
+                "weight": None,
+                "grad_output": None,
+                "master": None,
+                "grad": None,
+                "head_grad_output": E5M2,
+            },
             "set head_grad_output=None",
         ),
         ({"master": FP32}, "keep FP32 parameters"),

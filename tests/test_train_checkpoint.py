@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import json
 import os
 import resource
@@ -19,8 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from training import assert_same_checkpoint, newest, read_checkpoint, small_config
 
-from octavo.recipe import RECIPES
-from octavo.settings import from_dict, override, to_dict
+from octavo.settings import override, to_dict
 from octavo.train import checkpoint
 from octavo.train.checkpoint import CheckpointError, check_match, latest, plain_tensors, read_meta, save
 from octavo.train.config import TrainConfig
@@ -231,25 +229,6 @@ def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_its_default() -> 
     with pytest.raises(ValueError, match=r"recipe.moments_of = converted.*recipe.moments_of = matrices"):
         check_match(Path("p"), saved, wanted)
     check_match(Path("p"), saved, {**wanted, "recipe": {**wanted["recipe"], "moments_of": "converted"}})
-
-
-def test_a_recipe_that_was_saved_before_heads_had_fp8_gradients_has_none() -> None:
-    for recipe, match in (("bf16", True), ("paper", True), ("O2", False)):
-        wanted = to_dict(override(TrainConfig(), [f"recipe={recipe}"]))
-        saved = copy.deepcopy(wanted)
-        del saved["recipe"]["head_grad_output"]
-        loaded = from_dict(TrainConfig, saved).recipe
-        assert loaded == dataclasses.replace(RECIPES[recipe], head_grad_output=None)
-        check_match(
-            Path("p"), saved, to_dict(override(TrainConfig(), [f"recipe={recipe}", "recipe.head_grad_output=none"]))
-        )
-        if match:
-            check_match(Path("p"), saved, wanted)
-        else:
-            with pytest.raises(
-                ValueError, match=r"head_grad_output = none.*head_grad_output = E5M2; use the saved value"
-            ):
-                check_match(Path("p"), saved, wanted)
 
 
 def test_another_text_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ than those of every other FP8 layer, and they are two thirds of its arithmetic. 
 
 Weight and gradient are plain tensors, tied to an embedding or not. Of the input only transposed FP8 codes are kept for backward, 1 B an
 element instead of 2; the weight is cast when backward reads it, 1 B an element for the time of dgrad.
+
+The gradients of a softmax's logits add up to zero over the vocabulary, so dx does not see what all rows of w have in common. Their codes
+do not add up to zero, and in a trained model the mean row µ is as long as two thirds of a row: rounding would multiply it into dx, for all
+tokens alike. So dgrad multiplies w - µ, and what the sum of dy over the vocabulary is worth is added apart, dx += (Σ dy) · µ.
 """
 
 from __future__ import annotations
@@ -103,21 +107,24 @@ class HeadFunction(torch.autograd.Function):
         # scale they are near the largest code.
         operand, db = cast_and_sum(dy, ctx.fmt, False, needs[0], needs[1], bias_dtype, None, False, None, None, None)
         if needs[0]:
-            codes_t, inverse = weight_codes_t(weight, ctx.power_of_two)
+            codes_t, inverse, mean = weight_codes_t(weight, ctx.power_of_two)
             dx = gemm(operand.row(), codes_t, operand.inverse, inverse, ctx.dtype)[: dy.shape[0], :k]
-            dx = dx.reshape(ctx.shape)
+            sums = dy.sum(1, dtype=torch.float32)
+            dx = torch.addr(dx, sums.to(dx.dtype), mean.to(dx.dtype)).reshape(ctx.shape)
         if needs[1]:
             codes_t, inverse = ctx.saved_tensors
             dw = gemm(operand.col(), codes_t, operand.inverse, inverse, weight.dtype)[:n, :k]
         return dx, dw, db, None, None, None
 
 
-def weight_codes_t(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """(E4M3 codes [Kp, Np] of wᵀ, 1 / scale) of a weight [N, K], which dgrad reads."""
+def weight_codes_t(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(E4M3 codes [Kp, Np] of (w - µ)ᵀ, 1 / scale, µ) of a weight [N, K] and its mean row µ [K], in its dtype: what dgrad reads."""
+    weight = weight.detach()
+    mean = weight.mean(0, dtype=torch.float32).to(weight.dtype)
     _, codes_t, _, _, inverse = kernels.quantize(
-        weight, E4M3, power_of_two=power_of_two, row=False, return_inverse=True
+        weight - mean, E4M3, power_of_two=power_of_two, row=False, return_inverse=True
     )
-    return codes_t, inverse
+    return codes_t, inverse, mean
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,7 +3,8 @@
     dx [n, C] = g · w,    dw [V, C] = gᵀ · x,    g [n, V] = softmax - onehot, in [-1, 1]
 
 Nobody looks for the largest value of g: its scale is the largest power of two that 1 bears, 2¹⁵ for E5M2, and the targets of what is
-not learned yet, all near -1, are hardly rounded. The weight is cast once, transposed; it is also kept in the compute dtype for the logits.
+not learned yet, all near -1, are hardly rounded. The weight is cast once, transposed, without its mean row, which each row of g, as it adds
+up to zero, leaves out (see `octavo.linear.head`); it is also kept in the compute dtype for the logits.
 
 dw contracts over tokens, so its GEMM reads gᵀ. Each chunk is transposed into a stash [V, tokens], and one GEMM multiplies a group of
 chunks by the input of its tokens, cast as a whole: 1 byte a logit, 0.8 GB for 16,384 tokens and a vocabulary of 50,304, at most 2³⁰ codes.
@@ -56,10 +57,10 @@ class FP8Gradients:
         self.stash: Tensor | None = None
 
     def add(self, rows: slice, codes: Tensor) -> None:
-        """codes [rows, V]: the gradient of these tokens' logits."""
+        """codes [rows, V]: the gradient of these tokens' logits, which adds up to zero in each row before it is rounded."""
         if self.dx is not None and self.weight is not None:
             aligned = kernels.pad_codes(codes) if self.vocabulary % ALIGN else codes
-            weight_codes, weight_inverse = self.weight
+            weight_codes, weight_inverse, _ = self.weight
             dx = gemm(aligned, weight_codes, self.inverse, weight_inverse, self.x.dtype)
             self.dx[rows] = dx[: len(codes), : self.x.shape[1]]
         if self.need_w:

@@ -33,7 +33,6 @@ from octavo.distributed.collectives import CollectiveError
 from octavo.distributed.launch import Place
 from octavo.linear import FP8Linear, drop_weight_cache
 from octavo.linear.module import SCALINGS
-from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling
 from octavo.settings import to_dict
 from octavo.tensor import ScaledTensor
@@ -240,10 +239,10 @@ def _damaged(path: Path) -> ValueError:
 def check_match(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming both values where a setting that a resumed run may not change differs.
 
-    A setting that octavo did not have yet when the run was saved counts as its default, or as what `Recipe.BEFORE` says.
+    A setting that octavo did not have yet when the run was saved counts as its default.
     """
     now = _flatten(wanted)
-    defaults = _flatten(to_dict(TrainConfig())) | _flatten({"recipe": Recipe.BEFORE})
+    defaults = _flatten(to_dict(TrainConfig()))
     before = {key: defaults[key] for key in now if key in defaults} | _flatten(saved)
     for key in [*now, *(key for key in before if key not in now)]:
         if key.split(".")[0] in FIXED and key not in FREE and before.get(key) != now.get(key):
