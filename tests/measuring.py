@@ -137,7 +137,7 @@ def measure(setup: Setup, fake: bool = False, seed: int = 0) -> tuple[int, int, 
     """(peak, bytes between steps, operation at the peak) of the second optimizer step on the CPU."""
     holder: list[nn.Module] = []
     with pytest.MonkeyPatch.context() as patch, _fake(holder) if fake else nullcontext(), AliveBytes(fake) as alive:
-        for name in ("", ".activation", ".gemm", ".norm", ".quantize", ".rotary", ".transpose"):
+        for name in ("", ".accumulate", ".activation", ".gemm", ".norm", ".quantize", ".rotary", ".transpose"):
             patch.setattr(importlib.import_module(f"octavo.kernels{name}"), "is_compiling", lambda: True)
         for name in () if fake else ("adamw", "magnitudes"):
             patch.setattr(kernels, name, _unseen(getattr(kernels, name)))

@@ -54,6 +54,7 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
     [
         (GPT, {"micro_batches": 2}),
         (LLAMA, {"micro_batches": 3}),
+        (LLAMA, {"micro_batches": 2, "micro_batch": 1, "recipe": "O1"}),
         (GPT, {"release": "partial"}),
         (LLAMA, {"release": "two_pass", "micro_batch": 16}),
         (dataclasses.replace(GPT, tie_embeddings=True), {}),
@@ -67,6 +68,7 @@ def test_peak_of_the_running_step(model, recipe, batch, mode, seed):
     ids=[
         "accumulating",
         "accumulating-3",
+        "accumulating O1",
         "partial",
         "two_pass",
         "tied",

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from octavo.kernels import ops
+from octavo.kernels.accumulate import accumulate
 from octavo.kernels.activation import (
     activation_amax,
     activation_backward_amax,
@@ -52,6 +53,7 @@ __all__ = [
     "Unpacked",
     "UpdateSettings",
     "Values",
+    "accumulate",
     "activation_amax",
     "activation_backward_amax",
     "activation_backward_cast",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from octavo.plan.forward import Forward
 from octavo.plan.shapes import ATTENTION, FEED_FORWARD, GRADIENTS, RESIDUAL, WORK
 
-ACCUMULATE = 10
-"""Bytes an element that adding to an FP8 gradient takes for a moment: the sum and the addend in FP32, and new codes."""
+ACCUMULATE = 6
+"""Bytes an element that adding an FP32 gradient to an FP8 one takes for a moment: the sum in FP32, new codes and residual. (FP8
+gradients are added in place.)"""
 
 
 class Backward(Forward):
@@ -69,14 +70,14 @@ class Backward(Forward):
         s, t, size = self.s, self.t, self.s.size(name)
         key, new = f"{layer} grad {name}", f"new {name}"
         stored = s.converted(name) and s.recipe.grad is not None
-        if stored and s.recipe.master is None:  # FP32, as the plain parameter is, until a hook stores it
+        if stored and s.recipe.master is None and t.alive(key):
+            t.brief(ACCUMULATE * size, WORK)
+        elif stored and s.recipe.master is None:  # FP32, as the plain parameter is, until a hook stores it
             t.hold("stored", size, GRADIENTS)
             t.drop(new)
             t.hold(new, size, GRADIENTS)
             t.drop("stored")
         if t.alive(key):
-            if stored:
-                t.brief(ACCUMULATE * size, WORK)
             t.drop(new, key)
             t.hold(key, s.gradient_bytes(name), GRADIENTS)
         else:

@@ -239,6 +239,9 @@ def _add(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     x, other = args[:2]
     if not _is_whole(x) or not x.residual_on_add:
         return NotImplemented
+    if _is_whole(other) and not kwargs and x._storage.accumulates(other._storage):
+        x._storage.accumulate(other._storage)
+        return x
     other = uncast(other, torch.float32) if isinstance(other, Tensor) else other
     x._storage.requantise(x._storage.real(torch.float32).add_(other, **kwargs), residual=True)
     return x

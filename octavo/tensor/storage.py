@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
 from octavo import kernels
 from octavo.formats import BF16, E4M3, Format
@@ -59,6 +60,24 @@ class Storage:
             self.residual.zero_() if residual is None else self.residual.copy_(residual)
         elif residual is not None:
             self.residual = torch.empty_like(self.codes, dtype=torch.int8).copy_(residual)
+
+    def accumulates(self, other: Storage) -> bool:
+        """Whether `accumulate` takes `other`: codes alone, with one scale, laid out as these are; in eager mode."""
+        if other is self or is_compiling() or other.block is not None or other.residual is not None:
+            return False
+        own, codes = self.codes, other.codes
+        alike = (codes.dtype, codes.shape, codes.device) == (own.dtype, own.shape, own.device)
+        return (
+            alike
+            and own.is_contiguous()
+            and codes.is_contiguous()
+            and (self.residual is None or self.residual.is_contiguous())
+        )
+
+    def accumulate(self, other: Storage) -> None:
+        """`requantise` with the sum of both and a residual, the same bits in one operation: see `kernels.accumulate`."""
+        self.residual = kernels.accumulate(self.codes, self.residual, self.scale, other.codes, other.scale)
+        self.mark_written()
 
     def divide_scale(self, divisor: float | Tensor) -> None:
         """Multiplies the real values by a positive finite `divisor`, in the scale."""

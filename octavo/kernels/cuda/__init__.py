@@ -3,6 +3,7 @@
 The same names and arguments as `octavo.kernels.reference`, and the same bits, but for the GEMM.
 """
 
+from octavo.kernels.cuda.accumulate import accumulate
 from octavo.kernels.cuda.activation import (
     activation_amax,
     activation_backward_amax,
@@ -26,6 +27,7 @@ from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, t
 from octavo.kernels.cuda.windows import update_windows
 
 __all__ = [
+    "accumulate",
     "activation_amax",
     "activation_backward_amax",
     "activation_backward_cast",

@@ -166,15 +166,15 @@ def amax_parts(x: Tensor) -> Tensor:
     be zeroed before, by another launch, or be kept zero between calls, which neither two streams nor a captured graph allow.
     """
     numel = x.numel()
-    programs, turns, rounds = _division(numel)
+    programs, turns, rounds = division(numel)
     parts = x.new_empty(programs, dtype=torch.int32)
     _launch_amax(programs, (x, parts), numel, turns, rounds, TILE)
     return parts
 
 
 @cache
-def _division(numel: int) -> tuple[int, int, int]:
-    """(programs, turns, rounds) of `_amax_kernel`: turns * rounds tiles to a program, `rounds` of them unrolled."""
+def division(numel: int) -> tuple[int, int, int]:
+    """(programs, turns, rounds) that find a maximum: turns * rounds tiles to a program, `rounds` of them unrolled."""
     tiles = triton.cdiv(numel, TILE)
     programs = min(max(tiles, 1), PROGRAMS)
     each = max(triton.cdiv(tiles, programs), 1)  # many tiles to a program keep more loads in flight than one

@@ -1,5 +1,6 @@
 """The specification of every kernel: the same name and arguments in plain PyTorch, on any device."""
 
+from octavo.kernels.reference.accumulate import accumulate
 from octavo.kernels.reference.activation import (
     activation_amax,
     activation_backward_amax,
@@ -34,6 +35,7 @@ from octavo.kernels.reference.windows import update_windows
 
 __all__ = [
     "ALIGN",
+    "accumulate",
     "activation_amax",
     "activation_backward_amax",
     "activation_backward_cast",
