@@ -19,7 +19,7 @@ KINDS = (
     ("FP8 GEMMs", r"nvjet_[qr]|(gemm|cutlass|nvjet|xmma).*(e4m3|e5m2|fp8|f8)"),
     ("BF16 GEMMs", r"nvjet|gemm|cutlass|xmma|splitk"),
     ("optimizer", r"^_(adamw|magnitudes|add_parts$)|adam"),
-    ("octavo's other kernels", r"^_(?!Z)|^(amax|cast)_kernel$"),
+    ("octavo's other kernels", r"^_(?!Z)|^(amax|cast|settle)_kernel$"),
 )
 """Kind → pattern of names; the first that matches counts. The names of octavo's own kernels begin with an underscore, or are those
 of activations."""
