@@ -312,6 +312,8 @@ def test_heads_that_stay(seed):
     assert type(convert(Model(vocabulary=8), O2).lm_head) is nn.Linear  # a side under 32
     with pytest.raises(ValueError, match="turn the model back first"):
         convert(convert(Model(), O2), WITHOUT)
+    with pytest.raises(ValueError, match="this one differs in head_grad_output: turn the model back first"):
+        convert(convert(Model(), O2), dataclasses.replace(O2, head_grad_output=None))
 
     def slow(inputs: int, outputs: int, device: torch.device) -> str | None:
         return TooSlow("measured to be slow") if outputs == 331 else None

@@ -195,7 +195,13 @@ def test_fewest_recomputed_blocks_are_the_fewest():
         "gpt_13b", *settings, "data.micro_batch=4", "model.recompute=full", f"model.recompute_layers={least}"
     )
     assert fewer.time.seconds < 0.95 * plan.time.seconds
-    assert f"recompute full, {least} of 44 blocks" in format_plan(fewer)
+    assert f"recompute full, {least} of 44 blocks" in format_plan(fewer) and "would do" not in format_plan(fewer)
+
+
+def test_recomputation_that_nothing_asks_for_is_named():
+    plan = plan_of("gpt_125m", "train.micro_batches=1", "data.micro_batch=1", "model.recompute=full")
+    assert fewest_recomputed(plan.setup, GPUS["h200"].memory) == 0
+    assert "model.recompute=none would do" in format_plan(plan)
 
 
 def test_time_grows_with_what_is_repeated():

@@ -7,6 +7,7 @@ converted as a whole or not at all.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 from torch import Tensor, nn
@@ -143,8 +144,13 @@ def check_arguments(model: nn.Module, filter: Filter | None, break_even: Rule | 
 def _check_recipe(modules: dict[str, nn.Module], recipe: Recipe) -> None:
     for fqn, module in modules.items():
         if isinstance(module, FP8Linear | HeadLinear) and module.recipe != recipe:
+            other = f"not {recipe.name!r}"
+            if module.recipe.name == recipe.name:
+                names = [field.name for field in dataclasses.fields(recipe)]
+                changed = [name for name in names if getattr(module.recipe, name) != getattr(recipe, name)]
+                other = f"and this one differs in {', '.join(changed)}"
             raise ValueError(
-                f"{fqn or 'the model'} was converted with recipe {module.recipe.name!r}, not {recipe.name!r}: "
+                f"{fqn or 'the model'} was converted with recipe {module.recipe.name!r}, {other}: "
                 "turn the model back first, octavo.export(model)"
             )
 

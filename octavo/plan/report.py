@@ -172,10 +172,11 @@ def recompute_words(model: TransformerConfig) -> str:
 
 def fewest_recomputed(setup: Setup, memory: float) -> int:
     """The fewest blocks of `setup`, which fits into `memory` bytes, whose recomputation lets it fit."""
-    low, high = 0, setup.model.recomputed_layers
+    low, high = -1, setup.model.recomputed_layers
     while high - low > 1:
         middle = (low + high) // 2
-        fits = simulate(replace(setup, model=replace(setup.model, recompute_layers=middle))).peak <= memory
+        some = {"recompute_layers": middle} if middle else {"recompute": "none", "recompute_layers": None}
+        fits = simulate(replace(setup, model=replace(setup.model, **some))).peak <= memory  # type: ignore[arg-type]
         low, high = (low, middle) if fits else (middle, high)
     return high
 
@@ -206,7 +207,9 @@ def _verdict(plan: Plan) -> str:
         verb = "fits" if plan.fits else "does not fit"
         left = f", {(memory - plan.tape.peak) / GIB:.1f} GiB left" if plan.fits else ""
         if plan.fits and setup.model.recompute == "full":
-            left += f"; model.recompute_layers={fewest_recomputed(setup, memory)} would do"
+            fewest = fewest_recomputed(setup, memory)
+            if fewest < setup.model.recomputed_layers:
+                left += f"; model.recompute{f'_layers={fewest}' if fewest else '=none'} would do"
         return f"{room}: it {verb}{left}; the largest micro-batch that fits is {best}"
     for words, other in alternatives(setup):
         best = largest_micro_batch(other, memory)
