@@ -1,8 +1,9 @@
 """Largest magnitudes that are known: of a tensor whose maker had it at hand, and of one that is read many times before it changes.
 
-A cast with a scale of its own reads its tensor twice, for the largest magnitude and for the codes. The first read falls away if the
-largest magnitude hangs on the tensor itself. It counts as long as the tensor has the version and the address that it had: autograd, an
-optimizer or a user that writes to it raises the version. (Writes through `.data` do not: see `octavo.linear.drop_weight_cache`.)
+A cast with a scale of its own reads its tensor twice, for the largest magnitude and for the codes, unless a hint of the scale is right
+(`octavo.kernels.quantize`). The first read falls away if the largest magnitude hangs on the tensor itself. It counts as long as the
+tensor has the version and the address that it had: autograd, an optimizer or a user that writes to it raises the version. (Writes through
+`.data` do not: see `octavo.linear.drop_weight_cache`.)
 
 Of intermediate tensors, only eager mode may ask: a compiler writes over memory that it needs no longer without raising a version. Of a
 weight a compiled region asks as well, but as it runs and not as it is traced: inside of an opaque operator (`ops_quantize.quantize`),
