@@ -95,7 +95,7 @@ class TransformerConfig:
         if self.recompute_layers is not None and (self.recompute != "full" or self.recompute_layers < 1):
             raise ValueError(
                 f"recompute_layers is {self.recompute_layers} with recompute={self.recompute!r}: "
-                "it says of 'full' how many blocks, at least one, are computed again"
+                "set recompute='full', of which it says how many blocks, at least one, are computed again, or leave it out"
             )
         for field in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_width", "vocab_size", "max_seq_len", "head_dim"):
             if getattr(self, field) < 1:

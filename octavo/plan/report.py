@@ -153,7 +153,8 @@ def format_plan(plan: Plan) -> str:
         f"{'total':<18} {tape.peak / GIB:9.2f} {tape.peak / parameters:12.2f}   at {tape.when}",
         f"{'between steps':<18} {resting / GIB:9.2f} {resting / parameters:12.2f}",
         "",
-        "backward keeps of a block, bytes a token: " + ", ".join(f"{k} {v:,.0f}" for k, v in kept_per_token(s).items()),
+        f"backward keeps of a block{' computed again' if 0 < s.model.recomputed_layers < s.model.n_layers else ''}, bytes a token: "
+        + ", ".join(f"{k} {v:,.0f}" for k, v in kept_per_token(s).items()),
         _verdict(plan),
         "",
         f"at the GPU's ceilings a step takes {plan.time.seconds:.3g} s, {plan.time.tokens_per_second:,.0f} tokens/s, "
