@@ -141,7 +141,9 @@ def test_bytes_before_and_after_a_forward_on_an_h200(compiled, allocated):
     resident = setup.resident()
     assert (sum(resident.values()) - resident[STATES]) / GIB == pytest.approx(3.10, rel=TOLERANCE)
     head = 4 * setup.head_elements + 2 * setup.model.dim * setup.tokens  # both gradients, which the loss makes
-    assert (forward_only(setup).now - resident[STATES] + head) / GIB == pytest.approx(allocated, rel=0.01)
+    # Compiled blocks kept a transposed copy of their last weight at the time; their regions are cut otherwise since.
+    then = compiled * setup.model.n_layers * setup.size("ffn out")
+    assert (forward_only(setup).now - resident[STATES] + head + then) / GIB == pytest.approx(allocated, rel=0.01)
 
 
 def test_time_of_4096_channels_on_an_h200():

@@ -38,6 +38,7 @@ def settings(tmp_path) -> list[str]:
         "checkpoint.every=2",
         "checkpoint.keep=3",
         "log.stats_every=2",
+        "model.fused=false",
     ]
 
 

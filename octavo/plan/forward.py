@@ -8,7 +8,7 @@ from octavo.plan.shapes import ATTENTION, COPIES, FEED_FORWARD, GRADIENTS, HEAD,
 from octavo.plan.tape import Tape
 
 LAST = "ffn out"
-"""The last linear layer of a block, whose transposed weight compiled blocks keep."""
+"""The last linear layer of a block, whose transposed weight compiled blocks keep if they are not fused."""
 
 
 class Forward:
@@ -57,7 +57,7 @@ class Forward:
         s, key = self.s, f"{layer} operand {name}"
         if s.compiled:
             size = (1 if s.converted(name) else s.itemsize) * s.size(name) if s.operand_bytes(name) else 0
-            kept = name == LAST if s.converted(name) else True
+            kept = name == LAST and not s.fused if s.converted(name) else True
             if kept and not self.again(layer):
                 self.t.hold(key, size, COPIES)
             else:

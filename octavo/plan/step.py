@@ -15,7 +15,7 @@ Four moments can be the peak: the loss (all activations and a chunk of logits), 
 gradient), the last block's backward, and the end of backward, when gradients have taken the place of activations.
 
 Under `torch.compile` the compiler decides what to keep. Its partitioner (torch 2.13) keeps the same, except silu(gate), which it
-computes again where blocks are not fused, and one thing more: a transposed FP8 copy of the last weight of each block. Operands of
+computes again where blocks are not fused, and there one thing more: a transposed FP8 copy of the last weight of each block. Operands of
 weights do not stay.
 """
 
