@@ -11,8 +11,8 @@ from torch.compiler import is_compiling
 
 from octavo import kernels
 from octavo.formats import Format
-from octavo.linear.gemm import Gemms, check_version, dgrad, differentiable_once, weight_version
-from octavo.linear.operand import Operand, cast_and_sum, release_operand
+from octavo.linear.gemm import Gemms, cast_grad_output, check_version, dgrad, differentiable_once, weight_version
+from octavo.linear.operand import Operand, release_operand
 from octavo.linear.regions import Past, as_rows, as_shaped, cast_norm, product, to_dtype, weight_gradient
 
 
@@ -98,19 +98,7 @@ class FeedForward(torch.autograd.Function):
             check_version(weight, version)
         recipe, dy = out.recipe, as_rows(dy)
         norm_dtype, b1_dtype, b2_dtype = ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[2] if needs[6] else None
-        operand, db2 = cast_and_sum(
-            dy,
-            recipe.grad_output,
-            recipe.power_of_two,
-            True,
-            needs[5],
-            b2_dtype,
-            out.scaling,
-            True,
-            None,
-            None,
-            out.hints.grad_output,
-        )
+        operand, db2 = cast_grad_output(dy, out, True, needs[5], b2_dtype)
         da = dgrad(operand, w2, out, (x.shape[0], w2.shape[1]), x.dtype)
         dw2 = None
         if needs[5]:

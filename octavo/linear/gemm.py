@@ -92,7 +92,6 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, weight and bias, those that are needed."""
         gemms, weight, (m, k) = ctx.gemms, ctx.weight, ctx.shape
-        recipe = gemms.recipe
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         check_version(weight, ctx.version)
         dx = dw = db = None
@@ -100,20 +99,7 @@ class LinearFunction(torch.autograd.Function):
             dx = dy.new_zeros((0, k), dtype=ctx.x_dtype) if need_x else None
             dw = torch.zeros(weight.shape, dtype=weight.dtype, device=dy.device) if need_w else None
         elif need_x or need_w:
-            stats = gemms.stats or {}
-            dy_operand, db = cast_and_sum(
-                dy,
-                recipe.grad_output,
-                recipe.power_of_two,
-                need_x,
-                need_w,
-                ctx.bias_dtype if need_b else None,
-                gemms.scaling,
-                True,
-                None,
-                stats.get("grad_output"),
-                gemms.hints.grad_output,
-            )
+            dy_operand, db = cast_grad_output(dy, gemms, need_x, need_w, ctx.bias_dtype if need_b else None)
             if need_x:
                 dx = dgrad(dy_operand, weight, gemms, ctx.shape, ctx.x_dtype)
             if need_w:
@@ -125,6 +111,16 @@ class LinearFunction(torch.autograd.Function):
         if need_b and db is None:
             db = column_sum(dy, ctx.bias_dtype)
         return dx, dw, db, None, None, None
+
+
+def cast_grad_output(
+    dy: Tensor, gemms: Gemms, row: bool, col: bool, bias_dtype: torch.dtype | None, amax: Tensor | None = None
+) -> tuple[Operand, Tensor | None]:
+    """(dy [M, N] as operand of dgrad, `row`, and of wgrad, `col`; the gradient of a bias of `bias_dtype`). `amax` as in `cast_and_sum`."""
+    recipe, stats = gemms.recipe, (gemms.stats or {}).get("grad_output")
+    assert recipe.grad_output is not None
+    how = recipe.grad_output, recipe.power_of_two, row, col, bias_dtype
+    return cast_and_sum(dy, *how, gemms.scaling, True, amax, stats, gemms.hints.grad_output)
 
 
 def fprop(x: Operand, w: Operand, bias: Tensor | None, gemms: Gemms, shape: tuple[int, int]) -> Tensor:

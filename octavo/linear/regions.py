@@ -15,6 +15,7 @@ from octavo import kernels
 from octavo.kernels import known_amax, remember_amax
 from octavo.linear.gemm import (
     Gemms,
+    cast_grad_output,
     check_version,
     dgrad,
     differentiable_once,
@@ -23,13 +24,7 @@ from octavo.linear.gemm import (
     weight_version,
     wgrad,
 )
-from octavo.linear.operand import (
-    Operand,
-    cast_and_sum,
-    cast_operand,
-    release_operand,
-    weight_operand,
-)
+from octavo.linear.operand import Operand, cast_operand, release_operand, weight_operand
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling
 
@@ -117,24 +112,12 @@ class NormHeads(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, norm_weight, mean, rstd, codes_t, inverse, cos, sin = ctx.saved_tensors
         check_version(ctx.weight, ctx.version)
-        recipe, needs = ctx.gemms.recipe, ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         dq, dk, dv, residual = gradients
         norm_dtype, bias_dtype = ctx.dtypes[0], ctx.dtypes[1] if needs[4] else None
         dy, amax = kernels.rotary_backward(dq, dk, dv, cos, sin)
         dy = dy.view(x.shape[0], -1)
-        operand, db = cast_and_sum(
-            dy,
-            recipe.grad_output,
-            recipe.power_of_two,
-            True,
-            needs[3],
-            bias_dtype,
-            ctx.gemms.scaling,
-            True,
-            amax,
-            None,
-            ctx.gemms.hints.grad_output,
-        )
+        operand, db = cast_grad_output(dy, ctx.gemms, True, needs[3], bias_dtype, amax)
         dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
         dw = weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
         release_operand(ctx.weight, needs[3])
@@ -180,20 +163,8 @@ class Projection(torch.autograd.Function):
         codes_t, inverse = ctx.saved_tensors
         gemms, weight, needs = ctx.gemms, ctx.weight, ctx.needs_input_grad
         check_version(weight, ctx.version)
-        recipe, bias_dtype = gemms.recipe, ctx.bias_dtype if needs[2] else None
-        operand, db = cast_and_sum(
-            dy,
-            recipe.grad_output,
-            recipe.power_of_two,
-            needs[0],
-            needs[1],
-            bias_dtype,
-            gemms.scaling,
-            True,
-            amax,
-            None,
-            gemms.hints.grad_output,
-        )
+        bias_dtype = ctx.bias_dtype if needs[2] else None
+        operand, db = cast_grad_output(dy, gemms, needs[0], needs[1], bias_dtype, amax)
         dx = dgrad(operand, weight, gemms, ctx.shape, ctx.dtype) if needs[0] else None
         dw = weight_gradient(operand, codes_t, inverse, weight, gemms) if needs[1] else None
         release_operand(weight, needs[1])
