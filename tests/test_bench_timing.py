@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from octavo.bench.timing import WARMUP, measure
+from octavo.bench.timing import WARMUP, launch_us, measure
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,18 @@ def test_warm_up_is_left_out():
         calls.append(None)
         time.sleep(0.05 if len(calls) <= WARMUP else 0.001)
 
-    assert measure(function, CPU, repeats=10).ms_max < 50
+    assert measure(function, CPU, repeats=10).ms < 50
     assert len(calls) > WARMUP + 10
+
+
+def test_a_cpu_launches_nothing():
+    assert launch_us(CPU) is None
+
+
+@pytest.mark.gpu
+def test_a_launch_costs_the_host_microseconds():
+    found = launch_us(torch.device("cuda"))
+    assert found is not None and 0.5 < found < 1000
 
 
 @pytest.mark.gpu

@@ -222,8 +222,9 @@ def test_no_layer_at_all_is_a_warning_and_a_model_that_trains(table, seed):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     plain = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.warns(UserWarning, match="'O2' converts no layer.*break_even=False"):
+    with pytest.warns(UserWarning, match="'O2' converts no layer.*break_even=False") as caught:
         model, optimizer = initialize(model, optimizer, "O2", break_even=BreakEven(tokens=64, table=table))
+    assert [warning.filename for warning in caught] == [__file__]
     assert isinstance(optimizer, octavo.AdamW) and converted(model) == []
     x = torch.randn(8, 64)
     assert torch.equal(model(x), plain(x))
@@ -242,8 +243,9 @@ def test_layers_left_where_nobody_told_how_the_model_runs_are_a_warning(table, s
     with deciding_by(BreakEven()):
         with pytest.warns(
             UserWarning, match=r"1 of 3 linear layers stay.* first 0: .*eager.*BreakEven\(tokens=..., compiled=True\)"
-        ):
+        ) as caught:
             assert converted(convert(mlp())) == ["2", "4"]
+        assert [warning.filename for warning in caught] == [__file__]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert converted(convert(mlp(), break_even=BreakEven(compiled=True))) == ["0", "2", "4"]

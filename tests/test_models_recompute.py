@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.models import SIZES, Transformer
-from octavo.tensor import ScaledTensor, uncast
+from octavo.tensor import ScaledTensor
 
 MODES = ("selective", "full")
 FIRST = {"recompute": "full", "recompute_layers": 1}
@@ -81,18 +81,17 @@ def test_layers_to_recompute_must_mean_something():
 @pytest.mark.parametrize("recipe", ["bf16", "O2"])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_selective_blocks_compile_without_a_graph_break(kind, recipe, seed):
-    config = small(kind, recompute="selective", dtype=torch.float32)
-    model, plain = (Transformer.build(config, recipe, seed=seed) for _ in range(2))
-    for block in model.blocks:
+    """And have the bits of compiled blocks that keep all. (Eager blocks differ by an ulp, which here and there is another FP8 code.)"""
+    models = [
+        Transformer.build(small(kind, recompute=mode, dtype=torch.float32), recipe, seed=seed)
+        for mode in ("selective", "none")
+    ]
+    for block in (block for model in models for block in model.blocks):
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     tokens = torch.randint(257, (2, 25))
-    losses = [m(tokens[:, :-1], tokens[:, 1:]) for m in (model, plain)]
-    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
-    for loss in losses:
-        loss.backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        expected = uncast(q.grad)
-        torch.testing.assert_close(uncast(p.grad), expected, rtol=0.1, atol=0.02 * expected.abs().max().item())
+    one, two = (gradients(model, tokens[:, :-1], tokens[:, 1:]) for model in models)
+    assert all(map(torch.equal, one, two))
+    assert all(part.count_nonzero() > 0 for part in one)
 
 
 def test_evaluation_keeps_nothing(seed):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.bench.timing import Timing
+from octavo.bench.timing import Timing, launch_us
 from octavo.train.setup import versions
 
 
@@ -144,9 +144,10 @@ def _short(value: float | None) -> str:
 def conditions(device: torch.device) -> dict[str, str]:
     """What a number needs to be quoted. The commit is that of the sources, if they are a checkout with git."""
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
-    cuda = device.type == "cuda"
+    cuda, launch = device.type == "cuda", launch_us(device)
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "launch_us": "" if launch is None else f"{launch:.1f}",
         "cuda": torch.version.cuda or "" if cuda else "",
         "triton": triton,
         **versions(),

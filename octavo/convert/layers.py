@@ -8,6 +8,7 @@ converted as a whole or not at all.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 
 from torch import Tensor, nn
@@ -195,7 +196,7 @@ def _check_chosen(modules: dict[str, nn.Module], chosen: list[str], skipped: dic
             warnings.warn(
                 f"recipe {recipe.name!r} converts no layer, since none would be faster: {slow[0]}, and "
                 "break_even=octavo.BreakEven(tokens=..., compiled=True) judges them as they run under torch.compile",
-                stacklevel=1,
+                stacklevel=_depth_of_user(),
             )
             return
         layers = "".join(f"\n  {fqn or 'the model itself'}: {reason}" for fqn, reason in list(skipped.items())[:8])
@@ -214,8 +215,16 @@ def _tell_of_slow(chosen: list[str], skipped: dict[str, str]) -> None:
         warnings.warn(
             f"{len(slow)} of {len(slow) + len(chosen)} linear layers stay as they are, the first {fqn}: {reason}, and "
             "break_even=octavo.BreakEven(tokens=..., compiled=True) judges them as they run under torch.compile or in a CUDA graph",
-            stacklevel=2,
+            stacklevel=_depth_of_user(),
         )
+
+
+def _depth_of_user() -> int:
+    """The `stacklevel` of a warning for whoever called octavo, by `convert` or from further out."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "octavo":
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def _check_replaceable(modules: dict[str, nn.Module]) -> None:

@@ -119,8 +119,18 @@ def cast_grad_output(
     """(dy [M, N] as operand of dgrad, `row`, and of wgrad, `col`; the gradient of a bias of `bias_dtype`). `amax` as in `cast_and_sum`."""
     recipe, stats = gemms.recipe, (gemms.stats or {}).get("grad_output")
     assert recipe.grad_output is not None
-    how = recipe.grad_output, recipe.power_of_two, row, col, bias_dtype
-    return cast_and_sum(dy, *how, gemms.scaling, True, amax, stats, gemms.hints.grad_output)
+    return cast_and_sum(
+        dy,
+        recipe.grad_output,
+        power_of_two=recipe.power_of_two,
+        row=row,
+        col=col,
+        sum_columns=bias_dtype,
+        scaling=gemms.scaling,
+        amax=amax,
+        stats=stats,
+        hint=gemms.hints.grad_output,
+    )
 
 
 def fprop(x: Operand, w: Operand, bias: Tensor | None, gemms: Gemms, shape: tuple[int, int]) -> Tensor:

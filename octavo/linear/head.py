@@ -105,7 +105,7 @@ class HeadFunction(torch.autograd.Function):
             return dx, dw, db, None, None, None
         # No power of two: the gradients of all targets are near -1/count, which it would round alike, by up to an eighth. With this
         # scale they are near the largest code.
-        operand, db = cast_and_sum(dy, ctx.fmt, False, needs[0], needs[1], bias_dtype, None, False, None, None, None)
+        operand, db = cast_and_sum(dy, ctx.fmt, power_of_two=False, row=needs[0], col=needs[1], sum_columns=bias_dtype)
         if needs[0]:
             codes_t, inverse, mean = weight_codes_t(weight, ctx.power_of_two)
             dx = gemm(operand.row(), codes_t, operand.inverse, inverse, ctx.dtype)[: dy.shape[0], :k]

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from octavo.formats import Format
 from octavo.linear import tracing
 from octavo.linear.gemm import Gemms, LinearFunction
-from octavo.linear.operand import Hints, Operand, cast_and_sum, drop_weight_cache, scaled_gradient, weight_operand
+from octavo.linear.operand import Hints, Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
 from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, watch_gradient
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling, update_all
@@ -135,8 +135,15 @@ class FP8Linear(nn.Linear):
             cached = getattr(x, "_octavo_cast", None)
             if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
                 return cached[1]
-        operand, _ = cast_and_sum(
-            flat, fmt, power_of_two, True, wgrad, None, scaling, record, None, stats, self.hints.input
+        operand = cast_operand(
+            flat,
+            fmt,
+            power_of_two=power_of_two,
+            col=wgrad,
+            scaling=scaling,
+            record=record,
+            stats=stats,
+            hint=self.hints.input,
         )
         if shared:
             x._octavo_cast = (tag, operand)  # type: ignore[attr-defined]

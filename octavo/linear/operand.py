@@ -93,21 +93,32 @@ def cast_operand(
     `record` lets `scaling` see the maximum of `x`. `stats` (int64 [3]) is increased by the numbers of saturated, flushed and all elements.
     `hint` is for a scale of its own, as in `kernels.quantize`.
     """
-    return cast_and_sum(x, fmt, power_of_two, row, col, None, scaling, record, None, stats, hint)[0]
+    return cast_and_sum(
+        x,
+        fmt,
+        power_of_two=power_of_two,
+        row=row,
+        col=col,
+        scaling=scaling,
+        record=record,
+        stats=stats,
+        hint=hint,
+    )[0]
 
 
 def cast_and_sum(
     x: Tensor,
     fmt: Format,
+    *,
     power_of_two: bool,
     row: bool,
     col: bool,
-    sum_columns: torch.dtype | None,
-    scaling: DelayedScaling | None,
-    record: bool,
-    amax: Tensor | None,
-    stats: Tensor | None,
-    hint: Tensor | None,
+    sum_columns: torch.dtype | None = None,
+    scaling: DelayedScaling | None = None,
+    record: bool = True,
+    amax: Tensor | None = None,
+    stats: Tensor | None = None,
+    hint: Tensor | None = None,
 ) -> tuple[Operand, Tensor | None]:
     """`cast_operand`, and the sum of the columns of `x`, [K], of the dtype `sum_columns` if there is one.
 

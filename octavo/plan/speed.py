@@ -4,8 +4,9 @@
 
 It is an estimate from below: kernels that reach their ceilings, nothing on the host, no launches. Element-wise work is counted as
 passes over the activations, each cast, norm and activation function reading its input and writing its output once where blocks are
-compiled, and as octavo's eager operations run where they are not; in fused blocks, as their kernels read and write. A real step is some
-5 to 25% longer for large models; for models of a few hundred million parameters launches dominate, and this says little.
+compiled, and as octavo's eager operations run where they are not; in fused blocks, as their kernels read and write. With current
+scaling a tensor is taken to be read twice, of which a hint that is right spares one. A real step is some 5 to 25% longer for large models;
+for models of a few hundred million parameters launches dominate, and this says little.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def step_time(setup: Setup, gpu: Ceiling) -> StepTime:
     rate = gpu.elementwise * (FUSED_SPEED if setup.fused else 1)
     seconds["element-wise"] = n * layers * (forward * (1 + again) + backward * backwards) / rate
     seconds["optimizer"] = _optimizer_bytes(setup) / gpu.copy
-    # Both layouts at once, kept for all micro-batches; or each for its GEMM. A gradient is read twice and written.
+    # Both layouts at once, kept for all micro-batches; or each for its GEMM. A gradient is read twice and written, and joins others.
     casts = 6 * setup.micro_batches if setup.compiled else 4
-    gradients = 0 if setup.recipe.grad is None else 5 * setup.micro_batches
+    gradients = 0 if setup.recipe.grad is None else 5 * setup.micro_batches + 8 * (setup.micro_batches - 1)
     seconds["weight casts"] = layers * fp8 * (casts + gradients) / gpu.elementwise
     return StepTime({k: v for k, v in seconds.items() if v}, n, n * m.flops_per_token(setup.seq_len))
 
