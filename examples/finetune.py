@@ -45,7 +45,9 @@ def finetune(recipe: str) -> tuple[nn.Module, float]:
 
 def movement(model: nn.Module, reference: nn.Module) -> float:
     """Share of the reference's movement away from the pretrained weights that the model made too."""
-    weights = [(p, q, r) for p, q, r in zip(model.parameters(), pretrained.parameters(), reference.parameters(), strict=True)]
+    weights = [
+        (p, q, r) for p, q, r in zip(model.parameters(), pretrained.parameters(), reference.parameters(), strict=True)
+    ]
     moved = torch.cat([(p - q).flatten() for p, q, _ in weights if p.ndim == 2])
     wanted = torch.cat([(r - q).flatten() for _, q, r in weights if r.ndim == 2])
     return (moved @ wanted / (wanted @ wanted)).item()

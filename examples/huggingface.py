@@ -1,6 +1,6 @@
 """Train a Hugging Face model in FP8 with an ordinary loop, and save it as any other Hugging Face model.
 
-    pip install "octavo[hf]"
+    pip install ".[hf]"
     python examples/huggingface.py
 
 The model is a small LLaMA with random weights, so that nothing is downloaded; `from_pretrained` works the same way.

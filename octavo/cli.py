@@ -33,7 +33,13 @@ from octavo.formats import NumericsError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code."""
     arguments = _parser().parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has what it wanted, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -184,6 +190,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _fail(code: int, error: Exception) -> int:
+    if code == 2 and isinstance(error, BrokenPipeError):  # (a run that loses its output says so)
+        raise error
     if isinstance(error, torch.OutOfMemoryError):
         error = RuntimeError(
             "the GPU has too little memory for this run: lower data.micro_batch and raise train.micro_batches by the same factor, "

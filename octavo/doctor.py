@@ -246,5 +246,5 @@ def _packages() -> Check:
     missing = [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         detail = f"not installed: {', '.join(missing)}; only `octavo train` and `octavo demo` use them"
-        return Check("training tools", True, detail, 'pip install "octavo[train]"')
+        return Check("training tools", True, detail, "pip install '.[train]' in octavo's folder")
     return Check("training tools", True, "installed")

@@ -1,8 +1,7 @@
-"""Scales of GEMM operands: from the tensor itself, or from the largest values of past steps.
+"""Scales of GEMM operands from the largest values of past steps. (From the tensor itself: `octavo.kernels.quantize`.)
 
-`CurrentScaling` reads the tensor twice, once for its amax and once to cast it. `DelayedScaling` casts with a scale from a window
-of past maxima, so one pass casts and takes the amax for later; a tensor that grows faster than its window saturates for one step.
-Both offer the same three calls, so a layer does not know which it has:
+`DelayedScaling` casts with a scale from a window of past maxima, so one pass casts and takes the amax for later; a tensor that grows
+faster than its window saturates for one step:
 
     scale = scaling.scale(x, E4M3.max)
     codes, codes_t, amax = kernels.cast_transpose_amax(x, scale, E4M3.dtype)
@@ -33,27 +32,13 @@ from torch.compiler import is_compiling
 from octavo.kernels import amax as tensor_amax
 from octavo.kernels import scale_from_amax, update_windows, visible_scale
 
-__all__ = ["CurrentScaling", "DelayedScaling", "delayed_amax", "scale_from_amax", "update_all"]
+__all__ = ["DelayedScaling", "delayed_amax", "scale_from_amax", "update_all"]
 
 
 def delayed_amax(history: Tensor, old: Tensor) -> Tensor:
     """The maximum that gives the scale: that of `history`, or `old` (0-d) where it is zero or not finite. FP32, 0-d."""
     new = history.max()
     return torch.where((new > 0) & new.isfinite(), new, old)
-
-
-class CurrentScaling:
-    """Just-in-time scaling: the largest power of two with which this tensor does not saturate. Has no state."""
-
-    def scale(self, x: Tensor, max: float) -> Tensor:
-        """The scale of `x` for a format with largest value `max`; FP32, 0-d."""
-        return scale_from_amax(tensor_amax(x), max)
-
-    def record(self, amax: Tensor) -> None:
-        """Does nothing: the past does not matter."""
-
-    def update(self) -> None:
-        """Does nothing."""
 
 
 class DelayedScaling:

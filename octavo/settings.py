@@ -206,3 +206,9 @@ def _from_json(kind: Any, value: Any, path: str) -> Any:
     if kind is not bool and not isinstance(value, str):
         raise ValueError(f"{path} must be text, not {value!r}")
     return value if kind in (bool, str) else _parse(kind, value, path)
+
+
+def require(ok: bool, path: str, value: object, want: str) -> None:
+    """Raises `ValueError`, which says what the setting at `path` is and what it must be, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{path} is {value}: it must be {want}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,15 @@ def test_a_defect_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Trainer, "run", fail)
     with pytest.raises(ValueError, match="a bug"):
         train(tmp_path)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "octavo.cli", "plan", "gpt_7b"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 1
 
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,9 +57,9 @@ class Layout:
         each = self.rows // self.world
         return slice(rank * each, (rank + 1) * each)
 
-    def spread(self, values: Tensor, part: slice = slice(None)) -> Tensor:
-        """[rows of the part, 1]: the value of each row's tensor; that of the last one for rows of padding, which nobody reads."""
-        return values[self._reader[part]].unsqueeze(1)
+    def spread(self, values: Tensor) -> Tensor:
+        """[rows, 1]: the value of each row's tensor; that of the last one for rows of padding, which nobody reads."""
+        return values[self._reader].unsqueeze(1)
 
     def maximum(self, rows: Tensor, part: slice = slice(None)) -> Tensor:
         """The largest of the rows' values for each tensor, 0 where it has none in this part; NaN counts as infinity."""

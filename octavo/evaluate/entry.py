@@ -187,7 +187,7 @@ def _libraries() -> dict[str, str]:
 
 def _need_harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("the tasks need lm-evaluation-harness: pip install 'octavo[eval]'")
+        raise ValueError("the tasks need lm-evaluation-harness: pip install '.[eval]' in octavo's folder")
 
 
 def _labels_to_keep(folder: Path, measured: set[str]) -> set[str]:

@@ -199,7 +199,9 @@ def _tokenizer(path: Path, add_bos: bool | None) -> Codec:
     try:
         import transformers
     except ImportError:
-        raise ValueError("a Hugging Face model needs the package transformers: pip install 'octavo[eval]'") from None
+        raise ValueError(
+            "a Hugging Face model needs the package transformers: pip install '.[eval]' in octavo's folder"
+        ) from None
     options = {} if add_bos is None else {"add_bos_token": add_bos}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, **options)

@@ -54,6 +54,6 @@ def _figure(rows: int) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("figures need matplotlib: pip install 'octavo[eval]'") from None
+        raise ValueError("figures need matplotlib: pip install '.[eval]' in octavo's folder") from None
     figure = Figure(figsize=(9, 1.4 + 0.52 * rows), layout="constrained")
     return figure, figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))

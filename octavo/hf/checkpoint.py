@@ -182,7 +182,9 @@ class _opened:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
-            raise ValueError("checkpoints need the package safetensors: pip install 'octavo[hf]'") from None
+            raise ValueError(
+                "checkpoints need the package safetensors: pip install '.[hf]' in octavo's folder"
+            ) from None
         self._error = SafetensorError
         try:
             self._handle = safe_open(self._file, framework="pt")

@@ -207,7 +207,7 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: in
     try:
         from safetensors.torch import save_file
     except ImportError:
-        raise ValueError("checkpoints need the package safetensors: pip install 'octavo[hf]'") from None
+        raise ValueError("checkpoints need the package safetensors: pip install '.[hf]' in octavo's folder") from None
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0

@@ -36,7 +36,7 @@ def convert_gguf(path: str | Path, folder: str | Path, dtype: torch.dtype = torc
             _save(library, path, Path(made), dtype)
         except ImportError as error:
             raise ValueError(
-                f"{path} needs the packages gguf and accelerate: pip install 'octavo[hf]' ({error})"
+                f"{path} needs the packages gguf and accelerate: pip install '.[hf]' in octavo's folder ({error})"
             ) from None
         except (ValueError, RuntimeError, OSError, KeyError, NotImplementedError) as error:
             raise ValueError(f"{path} cannot be read by transformers: {_first_line(error)}") from None

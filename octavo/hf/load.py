@@ -294,7 +294,7 @@ def libraries() -> Libraries:
         import transformers
     except ImportError as error:
         raise ValueError(
-            f"this needs the packages transformers and accelerate: pip install 'octavo[hf]' ({error})"
+            f"this needs the packages transformers and accelerate: pip install '.[hf]' in octavo's folder ({error})"
         ) from None
     return Libraries(transformers, accelerate)
 

@@ -189,9 +189,9 @@ class FP8Linear(nn.Linear):
             if self.hints.input.device != device:
                 self.hints = Hints.on(device)
 
-    def update_scaling(self, done: Tensor | None = None) -> None:
-        """Let the maxima of a step enter the windows, unless `done` (bool, 0-d) is false; once for each optimizer step."""
-        update_all([scaling for _, scaling in self.scalings()], done)
+    def update_scaling(self) -> None:
+        """Let the maxima of a step enter the windows; once for each optimizer step."""
+        update_all([scaling for _, scaling in self.scalings()])
 
     # --- what nn.Module does with a layer
 

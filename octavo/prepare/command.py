@@ -67,4 +67,4 @@ def _need_packages() -> None:
         import datatrove  # noqa: F401
         import orjson  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"octavo prepare needs {error.name}: pip install 'octavo[data]'") from None
+        raise ValueError(f"octavo prepare needs {error.name}: pip install '.[data]' in octavo's folder") from None

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.settings import from_dict, override, to_dict
+from octavo.settings import from_dict, override, require, to_dict
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -63,9 +63,9 @@ class FilterConfig:
     """Replace e-mail and IP addresses."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.language_threshold <= 1, "filters.language_threshold", self.language_threshold, "in [0, 1]")
+        require(0 <= self.language_threshold <= 1, "filters.language_threshold", self.language_threshold, "in [0, 1]")
         for name in ("perplexity_quantile", "classifier_quantile"):
-            _require(0 < getattr(self, name) < 1, f"filters.{name}", getattr(self, name), "between 0 and 1")
+            require(0 < getattr(self, name) < 1, f"filters.{name}", getattr(self, name), "between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class SourceConfig:
     """Changes to the filters for this source."""
 
     def __post_init__(self) -> None:
-        _require(self.weight > 0, "weight", self.weight, "positive")
-        _require(self.max_epochs > 0, "max_epochs", self.max_epochs, "positive")
+        require(self.weight > 0, "weight", self.weight, "positive")
+        require(self.max_epochs > 0, "max_epochs", self.max_epochs, "positive")
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class DedupConfig:
     """Hashes of a band: a pair of similarity s is looked at with probability 1 - (1 - s^rows)^bands."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.threshold <= 1, "dedup.threshold", self.threshold, "above 0 and at most 1")
+        require(0 < self.threshold <= 1, "dedup.threshold", self.threshold, "above 0 and at most 1")
         for name in ("words", "bands", "rows"):
-            _require(getattr(self, name) >= 1, f"dedup.{name}", getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, f"dedup.{name}", getattr(self, name), "at least 1")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ContaminationConfig:
     """Words of the n-grams that are compared."""
 
     def __post_init__(self) -> None:
-        _require(self.words >= 1, "contamination.words", self.words, "at least 1")
+        require(self.words >= 1, "contamination.words", self.words, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class TokenizerConfig:
     """Text that it is trained on, shared by the sources as the mixture is."""
 
     def __post_init__(self) -> None:
-        _require(self.vocab_size >= 257, "tokenizer.vocab_size", self.vocab_size, "at least 257: the bytes and an end")
-        _require(self.sample_bytes >= 1, "tokenizer.sample_bytes", self.sample_bytes, "positive")
+        require(self.vocab_size >= 257, "tokenizer.vocab_size", self.vocab_size, "at least 257: the bytes and an end")
+        require(self.sample_bytes >= 1, "tokenizer.sample_bytes", self.sample_bytes, "positive")
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,11 @@ class PrepareConfig:
     """Processes at a time; none is the number of CPU cores."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.validation < 1, "validation", self.validation, "a share between 0 and 1")
-        _require(self.tasks >= 1, "tasks", self.tasks, "at least 1")
-        _require(self.workers is None or self.workers >= 1, "workers", self.workers, "at least 1, or none")
-        _require(self.train_tokens is None or self.train_tokens >= 1, "train_tokens", self.train_tokens, "positive")
-        _require(self.out.strip() != "", "out", repr(self.out), "a folder")
+        require(0 < self.validation < 1, "validation", self.validation, "a share between 0 and 1")
+        require(self.tasks >= 1, "tasks", self.tasks, "at least 1")
+        require(self.workers is None or self.workers >= 1, "workers", self.workers, "at least 1, or none")
+        require(self.train_tokens is None or self.train_tokens >= 1, "train_tokens", self.train_tokens, "positive")
+        require(self.out.strip() != "", "out", repr(self.out), "a folder")
 
     @property
     def processes(self) -> int:
@@ -270,8 +270,3 @@ def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         inner = merged.get(name)
         merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _require(ok: bool, path: str, value: object, want: str) -> None:
-    if not ok:
-        raise ValueError(f"{path} is {value}: it must be {want}")

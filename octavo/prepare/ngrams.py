@@ -72,11 +72,6 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
     return mix(total + np.uint64(n))
 
 
-def extend_hashes(context: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """uint64: hashes of pairs (context hash, word hash) that depend on both and on their order."""
-    return mix(context * np.uint64(NGRAM_BASE) + words)
-
-
 def mix(values: np.ndarray) -> np.ndarray:
     """An invertible scrambling of uint64, in which every input bit moves every output bit."""
     values = values ^ (values >> np.uint64(32))

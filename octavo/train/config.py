@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from octavo.convert import BreakEven
 from octavo.recipe import RECIPES, Recipe
+from octavo.settings import require
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,10 @@ class DataConfig:
     """Folder of the token shards, keyed by the text's hash."""
 
     def __post_init__(self) -> None:
-        _require(self.seq_len >= 8, "data.seq_len", self.seq_len, "at least 8 tokens")
-        _require(self.micro_batch >= 1, "data.micro_batch", self.micro_batch, "at least 1 sequence")
-        _require(0 < self.val_fraction < 1, "data.val_fraction", self.val_fraction, "a share between 0 and 1")
-        _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", self.max_bytes, "positive, or none")
+        require(self.seq_len >= 8, "data.seq_len", self.seq_len, "at least 8 tokens")
+        require(self.micro_batch >= 1, "data.micro_batch", self.micro_batch, "at least 1 sequence")
+        require(0 < self.val_fraction < 1, "data.val_fraction", self.val_fraction, "a share between 0 and 1")
+        require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes", self.max_bytes, "positive, or none")
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,15 @@ class OptimConfig:
     """Consecutive steps with a non-finite gradient after which the run stops."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "optim.lr", self.lr, "positive")
-        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
-        _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "a share between 0 and 1")
-        _require(0 <= self.beta1 < 1, "optim.beta1", self.beta1, "in [0, 1)")
-        _require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "in [0, 1)")
-        _require(self.eps >= 0, "optim.eps", self.eps, "0 or more")
-        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
-        _require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "positive, or none")
-        _require(self.max_skipped >= 1, "optim.max_skipped", self.max_skipped, "at least 1")
+        require(self.lr > 0, "optim.lr", self.lr, "positive")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "a share between 0 and 1")
+        require(0 <= self.beta1 < 1, "optim.beta1", self.beta1, "in [0, 1)")
+        require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "in [0, 1)")
+        require(self.eps >= 0, "optim.eps", self.eps, "0 or more")
+        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
+        require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "positive, or none")
+        require(self.max_skipped >= 1, "optim.max_skipped", self.max_skipped, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -170,14 +171,14 @@ class LoopConfig:
     """Steps between checks that all ranks hold the same weights; none never checks."""
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 1, "train.steps", self.steps, "at least 1")
-        _require(self.micro_batches >= 1, "train.micro_batches", self.micro_batches, "at least 1")
-        _require(
+        require(self.steps >= 1, "train.steps", self.steps, "at least 1")
+        require(self.micro_batches >= 1, "train.micro_batches", self.micro_batches, "at least 1")
+        require(
             self.eval_every is None or self.eval_every >= 1, "train.eval_every", self.eval_every, "at least 1, or none"
         )
-        _require(self.eval_batches >= 1, "train.eval_batches", self.eval_batches, "at least 1")
-        _require(self.timeout > 0, "train.timeout", self.timeout, "a positive number of seconds")
-        _require(
+        require(self.eval_batches >= 1, "train.eval_batches", self.eval_batches, "at least 1")
+        require(self.timeout > 0, "train.timeout", self.timeout, "a positive number of seconds")
+        require(
             self.check_every is None or self.check_every >= 1,
             "train.check_every",
             self.check_every,
@@ -195,8 +196,8 @@ class CheckpointConfig:
     """Newest checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        _require(self.every is None or self.every >= 1, "checkpoint.every", self.every, "at least 1, or none")
-        _require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+        require(self.every is None or self.every >= 1, "checkpoint.every", self.every, "at least 1, or none")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,8 @@ class LogConfig:
     """Also write TensorBoard events, when the `tensorboard` package is installed."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 1, "log.every", self.every, "at least 1")
-        _require(
+        require(self.every >= 1, "log.every", self.every, "at least 1")
+        require(
             self.stats_every is None or self.stats_every >= 1,
             "log.stats_every",
             self.stats_every,
@@ -258,8 +259,3 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step."""
         return self.data.seq_len * self.data.micro_batch * self.train.micro_batches
-
-
-def _require(ok: bool, path: str, value: object, want: str) -> None:
-    if not ok:
-        raise ValueError(f"{path} is {value}: it must be {want}")

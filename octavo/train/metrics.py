@@ -190,10 +190,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def smoothed_loss(records: list[dict[str, Any]], share: float = 0.1) -> float:
-    """Mean training loss of the last `share` of the steps, skipped ones left out; NaN when there is none."""
+def smoothed_loss(records: list[dict[str, Any]]) -> float:
+    """Mean training loss of the last tenth of the steps, skipped ones left out; NaN when there is none."""
     losses = [record["loss"] for record in records if "loss" in record]
-    last = [loss for loss in losses[-max(1, round(share * len(losses))) :] if loss is not None]
+    last = [loss for loss in losses[-max(1, round(len(losses) / 10)) :] if loss is not None]
     return sum(last) / len(last) if last else float("nan")
 
 
@@ -222,7 +222,7 @@ def _open_tensorboard(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         warnings.warn(
-            "log.tensorboard is ignored: the tensorboard package is not installed (pip install 'octavo[train]'); "
+            "log.tensorboard is ignored: the tensorboard package is not installed (pip install '.[train]' in octavo's folder); "
             "metrics.jsonl has everything",
             stacklevel=3,
         )

@@ -143,7 +143,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("figures need matplotlib: pip install 'octavo[train]'") from error
+        raise ValueError("figures need matplotlib: pip install '.[train]' in octavo's folder") from error
     matplotlib.use("Agg")  # Draws without a display.
     from matplotlib import pyplot
 

@@ -32,9 +32,9 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def group_of(tiles_m: int, group: int = GROUP) -> int:
-    """`group`, or 1 where the rows of tiles cannot be shared out."""
-    return group if tiles_m % group == 0 else 1
+def group_of(tiles_m: int) -> int:
+    """GROUP, or 1 where the rows of tiles cannot be shared out."""
+    return GROUP if tiles_m % GROUP == 0 else 1
 
 
 @triton.jit
