@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 benchmarks/reduce_step.py --micro-batch 1 8 --csv OUT.csv       # NCCL on GPUs
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/reduce_step.py --size tiny --micro-batch 1
 
-A step is forward, backward, clipping and AdamW of `--layers` compiled fused blocks in O2, with a small vocabulary, so that nearly all
-gradients are those of converted weights. `none` leaves the sum out (`no_sync`): what a row takes beyond it is what computation does
-not hide. Median and 10th-90th percentile of the slowest rank's milliseconds, bytes that a rank sends a step.
+A step is forward, backward, clipping and AdamW of `--layers` fused blocks in O2, compiled or `--eager` (which asks less of the host, and so
+is faster over few tokens), with a small vocabulary, so that nearly all gradients are those of converted weights. `none` leaves the sum
+out (`no_sync`): what a row takes beyond it is what computation does not hide. Median and 10th-90th percentile of the slowest rank's
+milliseconds, bytes that a rank sends a step.
 """
 
 from __future__ import annotations
@@ -32,22 +33,24 @@ VOCABULARY = 4096
 
 
 def measure(
-    reduction: str, size: str, layers: int, micro_batch: int, repeats: int, device: torch.device
+    reduction: str, bucket_mb: float, micro_batch: int, arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """One row."""
+    size, layers = arguments.size, arguments.layers
     recipe = O2 if reduction == "none" else dataclasses.replace(O2, grad_reduce=reduction)  # type: ignore[arg-type]
     config = dataclasses.replace(SIZES[size], n_layers=layers, vocab_size=VOCABULARY, fused=True)
     model = Transformer.build(config, recipe, device=device, seed=0)
     plain, optimizer = octavo.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-5), recipe)
     assert optimizer is not None
-    parallel = octavo.DataParallel(plain)
-    if device.type == "cuda":
+    parallel = octavo.DataParallel(plain, bucket_mb=bucket_mb)
+    compiled = device.type == "cuda" and not arguments.eager
+    if compiled:
         model.compile_blocks()
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(VOCABULARY, (micro_batch, config.max_seq_len + 1), device=device)
     slowest = torch.zeros((), dtype=torch.float64, device=device)
     times, sent = [], 0
-    for repeat in range(repeats + 4):
+    for repeat in range(arguments.repeats + 4):
         dist.barrier()
         before, start = parallel.wire.total(), time.perf_counter()
         with parallel.no_sync() if reduction == "none" else contextlib.nullcontext():
@@ -65,6 +68,8 @@ def measure(
     times.sort()
     return {
         "reduction": reduction,
+        "bucket_mb": bucket_mb,
+        "mode": "compiled" if compiled else "eager",
         "ranks": dist.get_world_size(),
         "layers": f"{layers} of {size}",
         "tokens_per_rank": micro_batch * config.max_seq_len,
@@ -85,6 +90,8 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=list(REDUCTIONS), choices=REDUCTIONS)
+    parser.add_argument("--bucket-mb", type=float, nargs="+", default=[128.0], help="of DataParallel")
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--csv")
     arguments = parser.parse_args()
     place = join("auto")
@@ -94,9 +101,10 @@ def main() -> None:
     rows = []
     for micro_batch in arguments.micro_batch:
         for reduction in arguments.only:
-            rows.append(measure(reduction, arguments.size, arguments.layers, micro_batch, arguments.repeats, device))
-            if place.is_first:
-                print(rows[-1], flush=True)
+            for bucket_mb in arguments.bucket_mb[: 1 if reduction == "none" else None]:
+                rows.append(measure(reduction, bucket_mb, micro_batch, arguments, device))
+                if place.is_first:
+                    print(rows[-1], flush=True)
     if place.is_first and arguments.csv:
         with open(arguments.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
