@@ -13,6 +13,10 @@ the first 16 steps (there is no history yet), and a maximum that is zero or not 
 maxima wait in `pending` until the step ends, so micro-batches count by their maximum and a recomputed forward counts once.
 A step in which nothing was recorded (an expert without tokens, evaluation) leaves no trace and is no step of the warm-up.
 
+The replays of a CUDA graph raise `pending` and run no Python. So a scaling that recorded while one was captured takes part in each step
+from then on, and the device decides: a row with nothing pending leaves no trace, though the warm-up counts it. (A compiled region that is
+captured by hand does not say so; `torch.compile(mode="reduce-overhead")` records as others do.)
+
 All state is FP32 whatever the model's dtype, plain tensors, and of constant size.
 
 A step asks little of the host. `update_all` moves the windows of all layers on at once, as rows of a few tensors (`_Windows`), and makes
@@ -30,7 +34,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from octavo.kernels import amax as tensor_amax
-from octavo.kernels import scale_from_amax, update_windows, visible_scale
+from octavo.kernels import scale_from_amax, streams, update_windows, visible_scale
 
 __all__ = ["DelayedScaling", "delayed_amax", "scale_from_amax", "update_all"]
 
@@ -70,6 +74,8 @@ class DelayedScaling:
         self.held = torch.zeros(())
         """The maximum that gives the scale."""
         self._recorded = False
+        self._captured = False
+        """Whether a CUDA graph holds the address of `pending`, to record there."""
         self._limit: float | None = None
         """Largest value of the format, less the margin, of the last scale."""
         self._ready: tuple[float, int, Tensor] | None = None
@@ -100,7 +106,7 @@ class DelayedScaling:
         self.to(amax.device)
         self.pending.copy_(torch.maximum(self.pending, amax.nan_to_num(0.0, posinf=0.0)))
         if not is_compiling():
-            self.expect_record()
+            self._note_record(amax)
 
     def visible_scale(self, scale: Tensor, amax: Tensor, record: bool) -> tuple[Tensor, Tensor]:
         """`kernels.visible_scale` of a tensor cast with `scale`, and `record(amax)` if wanted, in one launch."""
@@ -110,12 +116,23 @@ class DelayedScaling:
             self.record(amax)
             return visible_scale(scale, amax)
         self.to(amax.device)
-        self._recorded = True
+        self._note_record(amax)
         return visible_scale(scale, amax, pending=self.pending)
 
     def expect_record(self) -> None:
         """Says that this step will record. Only for a compiled backward pass, which can write tensors but no attributes."""
         self._recorded = True
+
+    def _note_record(self, amax: Tensor) -> None:
+        if streams.place(amax) == streams.CAPTURED:  # which runs nothing yet
+            self._captured = True
+        else:
+            self._recorded = True
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether something was recorded in this step, or a CUDA graph may have."""
+        return self._recorded or self._captured
 
     def update(self, done: Tensor | None = None) -> None:
         """Ends the step: the pending maximum enters the window, unless `done` (bool, 0-d, on any device) is false.
@@ -127,7 +144,8 @@ class DelayedScaling:
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the state as plain tensors: `updates` is 0-d int64, `recorded` 0-d bool, all else FP32."""
         tensors = {name: getattr(self, name).clone() for name in ("history", "pending", "held")}
-        return {**tensors, "updates": torch.tensor(self.updates), "recorded": torch.tensor(self._recorded)}
+        recorded = self.pending > 0 if self._captured and not self._recorded else torch.tensor(self._recorded)
+        return {**tensors, "updates": torch.tensor(self.updates), "recorded": recorded}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores a state exactly. Raises `ValueError` if it has another window."""
@@ -146,7 +164,7 @@ class DelayedScaling:
         if self.history.device != device:
             for name in _STATE:
                 setattr(self, name, getattr(self, name).to(device))
-            self._place = self._ready = None
+            self._place, self._ready, self._captured = None, None, False
 
     def __getstate__(self) -> dict[str, object]:
         """A copy has its state for itself."""
@@ -155,6 +173,7 @@ class DelayedScaling:
             **{name: getattr(self, name).clone() for name in _STATE},
             "_place": None,
             "_ready": None,
+            "_captured": False,
         }
 
 
@@ -171,6 +190,12 @@ class _Windows:
     """The state of n scalings as rows of tensors, of which theirs are views: history [n, window], pending and held [n]."""
 
     def __init__(self, scalings: Sequence[DelayedScaling]) -> None:
+        captured = sum(scaling._captured for scaling in scalings)
+        if captured:
+            raise RuntimeError(
+                f"a CUDA graph holds the addresses of the windows of {captured} of {len(scalings)} delayed scalings, which this update "
+                "would move: update the same layers together (an optimizer step does) once before the graph is captured"
+            )
         self.history = torch.stack([scaling.history for scaling in scalings])
         self.pending, self.held = (_spaced(torch.stack([getattr(s, name) for s in scalings])) for name in _STATE[1:])
         self.scales = _spaced(torch.ones_like(self.held))
@@ -194,12 +219,16 @@ class _Windows:
                 return windows
         return _Windows(scalings)
 
-    def update(self, scalings: Sequence[DelayedScaling], recorded: tuple[bool, ...], done: Tensor | None) -> None:
-        """Ends a step in which the rows `recorded` took part, and leaves with each scaling the scale that it asked for before."""
+    def update(self, scalings: Sequence[DelayedScaling], done: Tensor | None) -> None:
+        """Ends a step, and leaves with each scaling the scale that it asked for before."""
         limits = tuple(scaling._limit or 0.0 for scaling in scalings)
         if limits != self.limits:
             self.limits, self.limit_values = limits, torch.tensor(limits, device=self.held.device)
+        recorded = tuple(scaling._recorded for scaling in scalings)
+        replayed = tuple(scaling._captured and not scaling._recorded for scaling in scalings)
         rows = None if all(recorded) else self._mask(recorded)
+        if rows is not None and any(replayed):
+            rows = rows | self._mask(replayed) & (self.pending > 0)
         done = None if done is None else done.to(self.held.device)
         update_windows(self.history, self.pending, self.held, self.scales, self.limit_values, rows, done)
         version = self.held._version
@@ -224,12 +253,11 @@ def update_all(scalings: Sequence[DelayedScaling], done: Tensor | None = None) -
     for scaling in scalings:
         groups.setdefault((scaling.history.device, len(scaling.history)), []).append(scaling)
     for group in groups.values():
-        recorded = tuple(scaling._recorded for scaling in group)
-        if not any(recorded):
+        if not any(scaling.takes_part for scaling in group):
             continue
-        _Windows.of(group).update(group, recorded, done)
+        _Windows.of(group).update(group, done)
         for scaling in group:
-            if scaling._recorded:
+            if scaling.takes_part:
                 scaling._recorded = False
                 scaling.updates += 1
                 scaling.warm = scaling.updates >= scaling.warmup

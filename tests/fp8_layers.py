@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo.convert import convert
 from octavo.formats import E4M3, Format
+from octavo.kernels import streams
 from octavo.linear import FP8Linear
 from octavo.recipe import O1, O2, Recipe
 from octavo.tensor import ScaledTensor, cast, uncast
@@ -61,6 +62,11 @@ def count_casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(kernels, "quantize", spy)
     return shapes
+
+
+def on_stream(monkeypatch: pytest.MonkeyPatch, stream: int) -> None:
+    """From now on, work on CPU is taken for that of a stream of a GPU, or for captured."""
+    monkeypatch.setattr(streams, "place", lambda x: stream)
 
 
 def scaling_state(layer: FP8Linear) -> list[Tensor]:

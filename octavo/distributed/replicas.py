@@ -87,7 +87,7 @@ def share_maxima(model: nn.Module, ranks: Ranks) -> None:
     if not scalings:
         return
     device = layers[0].weight.device
-    missing = [not scaling._recorded for scaling in scalings]
+    missing = [not scaling.takes_part for scaling in scalings]
     pending = torch.stack([scaling.pending.to(device) for scaling in scalings])
     recorded = torch.tensor([float(not m) for m in missing]).to(device, non_blocking=True)
     both = torch.cat([pending, recorded])
@@ -95,8 +95,9 @@ def share_maxima(model: nn.Module, ranks: Ranks) -> None:
     for scaling, value in zip(scalings, both[: len(scalings)].unbind(), strict=True):
         scaling.pending.copy_(value)
     if any(missing):
-        for scaling, seen in zip(scalings, both[len(scalings) :].tolist(), strict=True):
-            scaling._recorded = seen > 0
+        for scaling, gone, seen in zip(scalings, missing, both[len(scalings) :].tolist(), strict=True):
+            if gone:
+                scaling._recorded = seen > 0
 
 
 def _send(tensor: Tensor, ranks: Ranks) -> None:

@@ -18,9 +18,18 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from octavo.formats import Format
+from octavo.kernels import streams
 from octavo.linear import tracing
 from octavo.linear.gemm import Gemms, LinearFunction
-from octavo.linear.operand import Hints, Operand, cast_operand, drop_weight_cache, scaled_gradient, weight_operand
+from octavo.linear.operand import (
+    Hints,
+    Operand,
+    cast_operand,
+    drop_weight_cache,
+    scaled_gradient,
+    stays,
+    weight_operand,
+)
 from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, watch_gradient
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling, update_all
@@ -94,7 +103,7 @@ class FP8Linear(nn.Linear):
         if not compiling:
             if not is_watched(weight):
                 self.watch_gradient()
-        elif training and backward:
+        elif training and backward and x.numel():
             for _, scaling in self.scalings():
                 scaling.expect_record()
         flat, device = x if len(shape) == 2 else x.reshape(-1, k), x.device.type
@@ -110,7 +119,7 @@ class FP8Linear(nn.Linear):
         assert recipe.weight is not None
         x_operand = self._input_operand(x, flat, backward and weight.requires_grad, backward, compiling)
         # With the half that dgrad reads, if that can stay until then.
-        dgrad = backward and not compiling and x.requires_grad
+        dgrad = backward and x.requires_grad and stays(x)
         w_operand = weight_operand(
             weight,
             recipe.weight,
@@ -131,7 +140,8 @@ class FP8Linear(nn.Linear):
         # Only an activation is shared: autograd made it, so nobody keeps it as a buffer and refills it behind our back.
         shared = not compiling and scaling is None and stats is None and x.grad_fn is not None
         if shared:
-            tag = (x._version, fmt, power_of_two)
+            # Within a captured graph too: it makes the operand and reads it. Not from outside, nor outside: see `kernels.streams`.
+            tag = (x._version, streams.place(x), fmt, power_of_two)
             cached = getattr(x, "_octavo_cast", None)
             if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):
                 return cached[1]

@@ -7,6 +7,7 @@ weight goes after its dgrad, and is cast again for the next micro-batch: a froze
 `torch.compile` traces there is no such cache, and dgrad casts the weight again in backward. By the byte: a cast that reads 2 B and writes
 1, twice, moves 6 B an element, and one that writes both halves 4; on an H200 that is 0.1 of the 26 ms of a layer of the 7B. To keep
 the other half until then would cost 1 B an element of all layers where memory peaks, 6 GiB of the 7B's: memory is what is short.
+While a CUDA graph is captured there is none either: replays see no version, so each has to cast the weight as it finds it.
 A master that is E4M3 itself is never cast, and its transpose lives for one GEMM only.
 
 A weight is read for its largest magnitude once in its life: its codes keep it (`kernels.maxima`), and whoever changes them at a step
@@ -27,7 +28,7 @@ from torch.compiler import is_compiling
 
 from octavo import kernels
 from octavo.formats import E4M3, Format
-from octavo.kernels import known_amax, remember_amax
+from octavo.kernels import known_amax, remember_amax, streams
 from octavo.scaling import DelayedScaling
 from octavo.tensor import ScaledTensor
 
@@ -90,8 +91,8 @@ def cast_operand(
 ) -> Operand:
     """Casts the matrix `x` [M, K] with a scale of its own, or with the one that `scaling` has from past maxima.
 
-    `record` lets `scaling` see the maximum of `x`. `stats` (int64 [3]) is increased by the numbers of saturated, flushed and all elements.
-    `hint` is for a scale of its own, as in `kernels.quantize`.
+    `record` lets `scaling` see the maximum of `x`, if x has elements. `stats` (int64 [3]) is increased by the numbers of saturated, flushed
+    and all elements. `hint` is for a scale of its own, as in `kernels.quantize`.
     """
     return cast_and_sum(
         x,
@@ -147,7 +148,7 @@ def cast_and_sum(
     else:
         scale = scaling.scale_of(lambda: amax, x.device, fmt.max)
         codes, codes_t = kernels.cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=counts)
-    operand = Operand(codes, codes_t, *scaling.visible_scale(scale, amax, record))
+    operand = Operand(codes, codes_t, *scaling.visible_scale(scale, amax, record and x.numel() > 0))
     return operand, None if sum_columns is None else column_sum(x, sum_columns)
 
 
@@ -168,14 +169,15 @@ def weight_operand(
     """The operand of a weight [N, K], plain or ScaledTensor, with the scale of its real values; cast only if it has changed.
 
     A cached operand may hold more than was asked for. A change is seen by the version counters and the address: one made in place
-    through `.data` of a plain weight is not (see `drop_weight_cache`).
+    through `.data` of a plain weight is not (see `drop_weight_cache`). It serves the stream that made it, and no captured graph.
     """
     values, unit = _stored(weight)
     if unit is not None and values.dtype == fmt.dtype:
         return Operand(kernels.pad_codes(values), None, unit, unit.reciprocal())
     cached, tag = None, None
-    if not is_compiling() and not weight.is_inference() and not values.is_inference():
-        tag = (weight._version, values._version, values.data_ptr(), fmt, power_of_two)
+    place = streams.CAPTURED if is_compiling() else streams.place(values)
+    if place != streams.CAPTURED and not weight.is_inference() and not values.is_inference():
+        tag = (weight._version, values._version, values.data_ptr(), place, fmt, power_of_two)
         cast_tag, cached = getattr(weight, "_octavo_cast", (None, None))
         if cached is None or cast_tag != tag:
             cached = None
@@ -203,6 +205,11 @@ def weight_operand(
     if tag is not None:
         weight._octavo_cast = (tag, operand)  # type: ignore[attr-defined]
     return operand
+
+
+def stays(x: Tensor) -> bool:
+    """Whether an operand of a weight that is made now, on the device of `x`, can be left for a later call: see above."""
+    return not is_compiling() and streams.place(x) != streams.CAPTURED
 
 
 def _stored(weight: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ from octavo.linear.gemm import (
     weight_version,
     wgrad,
 )
-from octavo.linear.operand import Operand, cast_operand, release_operand, weight_operand
+from octavo.linear.operand import Operand, cast_operand, release_operand, stays, weight_operand
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling
 
@@ -172,8 +172,8 @@ class Projection(torch.autograd.Function):
 
 
 def product(x: Operand, weight: Tensor, bias: Tensor | None, gemms: Gemms, m: int, backward: bool) -> Tensor:
-    """x · wᵀ + bias, [m, N]; a backward to come finds the transposed codes of the weight made, but for one that is compiled."""
-    recipe, keep = gemms.recipe, backward and not is_compiling()
+    """x · wᵀ + bias, [m, N]; a backward to come finds the transposed codes of the weight made, if they can stay."""
+    recipe, keep = gemms.recipe, backward and stays(x.scale)
     assert recipe.weight is not None
     w = weight_operand(weight, recipe.weight, power_of_two=recipe.power_of_two, col=keep)
     return fprop(x, w, bias, gemms, (m, weight.shape[0]))

@@ -1,11 +1,14 @@
 """An FP8Linear leaves the host free: no wait for the device, few kernels, and forward and backward fit into a CUDA graph."""
 
+import copy
+
 import pytest
 import torch
 from fp8_layers import DELAYED, LEVELS, make, same_bits
 from torch import Tensor, nn
 
 from octavo.convert import convert
+from octavo.linear import drop_weight_cache
 from octavo.recipe import O2
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +46,88 @@ def test_a_captured_step_gives_the_same_bits(recipe, seed):
         graph.replay()
         replayed = [result.clone() for result in results]
         assert all(same_bits(got, want) for got, want in zip(replayed, step(layer, x, dy), strict=True))
+
+
+def change(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(3 * torch.rand(weight.shape, device="cuda"))
+
+
+@LEVELS
+@pytest.mark.parametrize("grad", [False, True], ids=["generation", "accumulation"])
+def test_replays_read_the_weight_as_it_is(recipe, grad, seed):
+    """On the stream of the warm-up, which left an operand of the weight: the graph casts its own, and leaves none."""
+    layer, x, dy = build(recipe)
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad():
+            return [layer(x)]
+
+    def run() -> list[Tensor]:
+        return step(layer, x, dy) if grad else forward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            layer(x).backward(dy) if grad else forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            results = run()
+        before = [one.clone() for one in run()]  # no replay has made anything yet
+        graph.replay()
+        assert all(same_bits(got, want) for got, want in zip(results, before, strict=True))
+        for _ in range(2):
+            change(layer.weight)
+            graph.replay()
+            replayed = [one.clone() for one in results]
+            assert all(same_bits(got, want) for got, want in zip(replayed, run(), strict=True))
+    torch.cuda.synchronize()
+
+
+def test_delayed_scales_follow_the_replays_of_a_graph(seed):
+    layer, x, dy = build(DELAYED)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(17):
+            step(layer, x, dy)
+            layer.update_scaling()
+        x.grad = layer.weight.grad = layer.bias.grad = None
+        eager = copy.deepcopy(layer)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            results = step(layer, x, dy)
+        for factor in (1.0, 30.0, 1000.0, 1e-3):
+            with torch.no_grad():
+                x.copy_(torch.randn_like(x) * factor)
+                dy.copy_(torch.randn_like(dy) * factor)
+            graph.replay()
+            replayed = [one.clone() for one in results]
+            assert all(same_bits(got, want) for got, want in zip(replayed, step(eager, x, dy), strict=True))
+            layer.update_scaling()
+            eager.update_scaling()
+            for (_, ours), (_, theirs) in zip(layer.scalings(), eager.scalings(), strict=True):
+                assert torch.equal(ours.history, theirs.history) and torch.equal(ours.held, theirs.held)
+                assert ours.updates == theirs.updates
+    torch.cuda.synchronize()
+
+
+def test_an_operand_serves_the_stream_that_made_it(seed):
+    """Both streams have waited for weight and input; neither waits for what the other casts."""
+    layer, x, _ = build(O2)
+    with torch.no_grad():
+        want = layer(x)
+        drop_weight_cache([layer.weight])
+        x = x.detach()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(100_000_000)  # cycles: what follows is queued, and not done
+            layer(x)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got = layer(x)
+        torch.cuda.synchronize()
+    assert same_bits(got, want)
 
 
 @pytest.mark.parametrize("recipe", [O2, DELAYED], ids=["current", "delayed"])
