@@ -387,12 +387,12 @@ def test_groups_and_chunks_are_whole():
 def test_codes_of_the_gradient_are_its_nearest(fmt, seed):
     logits, targets = 3 * torch.randn(64, 200), torch.randint(200, (64,))
     targets[5] = -100
-    loss, gradient = chunk_loss(logits, targets)
-    loss8, codes = chunk_loss(logits, targets, fmt)
+    loss, gradient = chunk_loss(logits, targets, logits.shape[1])
+    loss8, codes = chunk_loss(logits, targets, logits.shape[1], fmt)
     assert same_bits(loss, loss8) and same_bits(codes, (gradient * unit_scale(fmt)).to(fmt.dtype))
     assert unit_scale(E5M2) == 2**15 and unit_scale(E4M3) == 2**8
     sure = torch.tensor([[100.0, -100.0]])
-    _, extremes = chunk_loss(sure, torch.tensor([1]), fmt)
+    _, extremes = chunk_loss(sure, torch.tensor([1]), sure.shape[1], fmt)
     assert extremes.float().tolist() == [[unit_scale(fmt), -unit_scale(fmt)]]
 
 
@@ -459,7 +459,7 @@ def test_the_decoder_has_fp8_gradients_of_its_head(tied, seed):
 def test_the_compiled_loss_gives_the_codes_of_the_eager_one(seed):
     compiled = torch.compile(chunk_loss, fullgraph=True)
     logits, targets = 3 * torch.randn(64, 200), torch.randint(200, (64,))
-    (loss, codes), (loss2, codes2) = (f(logits, targets, E5M2) for f in (chunk_loss, compiled))
+    (loss, codes), (loss2, codes2) = (f(logits, targets, 200, E5M2) for f in (chunk_loss, compiled))
     torch.testing.assert_close(loss, loss2)
     assert codes2.dtype == E5M2.dtype and (codes.view(torch.uint8) == codes2.view(torch.uint8)).float().mean() > 0.99
     assert relative(codes2.float(), codes.float()) < 0.02

@@ -328,3 +328,24 @@ def test_backward_is_not_differentiated_twice(seed):
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("move", ["to", "float", "share_memory", "dtype"])
+@LEVELS
+def test_what_hangs_on_a_weight_survives_a_move(recipe, move, seed):
+    """`nn.Module` swaps the tensor under a parameter that is a subclass; hooks and attributes are the user's, and stay."""
+    layer = make(64, 32, recipe)
+    weight, seen = layer.weight, []
+    weight.no_decay = True
+    weight.register_hook(lambda grad: seen.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append("accumulated"))
+    {
+        "to": lambda: layer.to("cpu"),
+        "float": layer.float,
+        "share_memory": layer.share_memory,
+        "dtype": lambda: layer.to(torch.float64).to(torch.float32),
+    }[move]()
+    layer(torch.randn(16, 64)).sum().backward()
+    assert layer.weight is weight and weight.no_decay and sorted(seen) == ["accumulated", "gradient"]
+    if layer.gradient_format is not None:
+        assert isinstance(weight.grad, ScaledTensor)

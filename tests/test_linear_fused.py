@@ -13,7 +13,7 @@ from octavo.linear import FP8Linear, drop_weight_cache
 from octavo.linear.operand import known_amax, remember_amax
 from octavo.linear.stats import collect_stats
 from octavo.models import Transformer, TransformerConfig
-from octavo.models.layers import document_places, rotary_table
+from octavo.models.layers import Attention, GELUFeedForward, document_places, rotary_table
 from octavo.optim import AdamW
 from octavo.recipe import O2, Recipe
 
@@ -67,13 +67,19 @@ def test_as_close_to_fp32_as_separate_layers(dialect, recipe, seed):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_in_fp32_nothing_but_last_bits_differs(dialect, seed):
-    """The fused kernels round to the compute dtype first: where that is exact, so is the rest, but for codes on an edge."""
-    tokens = batch()
-    (plain, separate), (loss, fused) = (
-        gradients(model(dialect, "O1", seed, fused=f, dtype=torch.float32), tokens) for f in (False, True)
-    )
-    assert abs(loss - plain) < 1e-3
-    assert all(error(fused[name], separate[name]) < 0.02 for name in separate)
+    """The fused kernels round to the compute dtype first: where that is exact, so is the rest, but for codes on an edge.
+
+    In one batch of a hundred a value lies so near to one that its code differs, and with it what is computed from it.
+    """
+    worst = []
+    for _ in range(3):
+        tokens = batch()
+        (plain, separate), (loss, fused) = (
+            gradients(model(dialect, "O1", seed, fused=f, dtype=torch.float32), tokens) for f in (False, True)
+        )
+        assert abs(loss - plain) < 1e-3
+        worst.append(max(error(fused[name], separate[name]) for name in separate))
+    assert min(worst) < 1e-5 and max(worst) < 0.3
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -439,3 +445,65 @@ def test_other_norms_and_feed_forwards_run_alone(norm, seed):
     tokens = batch()
     (plain, wanted), (loss, got) = (gradients(m, tokens) for m in (separate, fused))
     assert torch.equal(plain, loss) and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+class OnePlus(nn.RMSNorm):
+    """As in Gemma: the gain is one more than the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+class Doubled(GELUFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Silent(Attention):
+    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
+        return 0 * super().forward(x, *others)
+
+
+def put_norm(block: nn.Module) -> None:
+    block.ffn_norm = OnePlus(64)
+    block.ffn_norm.weight.data = 0.2 * torch.randn(64)
+
+
+def put_forward(block: nn.Module) -> None:
+    out = block.ffn.out
+    out.forward = lambda x: 3 * type(out).forward(out, x)
+
+
+CUSTOMISED = {
+    "norm": put_norm,
+    "feed-forward": lambda block: setattr(block.ffn, "__class__", Doubled),
+    "attention": lambda block: setattr(block.attention, "__class__", Silent),
+    "forward": put_forward,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", CUSTOMISED)
+def test_modules_of_the_users_are_called(change, compiled, seed):
+    """What they compute, and the gradients of their parameters, are those of a block that is not fused."""
+    results = []
+    for fused in (False, True):
+        block = model("gpt", "O2", seed, fused=fused).blocks[0]
+        torch.manual_seed(seed)
+        CUSTOMISED[change](block)
+        if compiled:
+            block.compile(backend="aot_eager")
+        results.append(block_gradients(block, *block_inputs(seed)))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_autocast_to_another_dtype_runs_the_layers_apart(dialect, seed):
+    tokens = batch()
+    losses = []
+    for fused in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(gradients(model(dialect, "O2", seed, fused=fused, dtype=torch.float32), tokens))
+    (one, wanted), (two, got) = losses
+    assert abs(one - two) < 2e-3 and got.keys() == wanted.keys()
+    assert all(error(got[name], wanted[name]) < 0.15 for name in wanted)  # (the rotation is another kernel)

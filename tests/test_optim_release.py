@@ -6,11 +6,16 @@ import copy
 import dataclasses
 import math
 import shutil
+import threading
+import time
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from training import assert_same_checkpoint, newest, small_config
 
 from octavo.convert import initialize
@@ -264,7 +269,251 @@ def test_frozen_and_unused_parameters(seed):
     assert changed == {"used"}
 
 
+# --- several devices
+
+
+class Copies(TorchDispatchMode):
+    """Notes each copy to a device: (device, whether the host goes on)."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            self.found.append((kwargs["device"], kwargs.get("non_blocking", False)))
+        return func(*args, **kwargs)
+
+
+class Stub(AdamW):
+    """Updates nothing, but wants its flag, and gives it back, where the parameter is."""
+
+    def update_parameter(self, group, param, offset, ok):
+        assert ok.device == param.device
+        self.state[param]["step"] = torch.zeros((), device=param.device)
+        return ok & torch.ones((), dtype=torch.bool, device=param.device)
+
+
+class StubLoss:
+    """Backward that only finishes the gradients, last parameter first: that of tensors which hold nothing cannot run."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def detach(self):
+        return torch.empty((), device=self.params[-1].device)
+
+    def backward(self, retain_graph):
+        for param in reversed(self.params):
+            param.grad = torch.empty_like(param.detach())
+            for hook in list(param._post_accumulate_grad_hooks.values()):
+                hook(param)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, None])
+@pytest.mark.parametrize("rule", ["partial", "two_pass"])
+@pytest.mark.parametrize(
+    "devices", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cuda:0")]
+)
+def test_scalars_of_parameters_on_several_devices(devices, rule, max_norm, monkeypatch):
+    """Tensors of no memory on devices that need not exist: PyTorch checks that no operation mixes them. Nothing waits for a GPU but
+    what a parameter on the CPU needs, and on one device nothing is copied."""
+    monkeypatch.setattr(
+        "octavo.optim.release.gradient_norms",
+        lambda grads: [[torch.ones((), dtype=torch.float64, device=grads[0].device)]],
+    )
+
+    def scale(grad, factor, positive):
+        assert factor.device == grad.device
+
+    monkeypatch.setattr("octavo.optim.release.scale_gradient", scale)
+    devices = [torch.device(device) for device in devices]
+    home = next(device for device in devices if device.type == "cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
+        params = nn.ParameterList([nn.Parameter(torch.empty(4, 4, device=device)) for device in devices])
+        optimizer = Stub(params, recipe="bf16")
+        release = release_gradients(params, optimizer, max_norm, rule)
+        for _ in range(3):
+            norm = release.step(StubLoss(list(params)))
+            assert norm.device == release.partial_steps.device == optimizer.skipped_steps.device == home
+            assert [optimizer.state[param]["grad_norm"].device for param in params] == devices
+            assert all(param.grad is None for param in params)
+    assert bool(copies.found) == (len(set(devices)) > 1)
+    assert all(goes_on == (device.type == "cuda") for device, goes_on in copies.found)
+
+
+def test_hooks_of_several_threads_come_one_by_one(seed, monkeypatch):
+    """Backward has a thread for each device. Here two threads of the test finish gradients at once."""
+    model = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(2))
+    release = release_gradients(model, AdamW(model.parameters(), recipe="bf16"), None)
+    inside, most, update = [], [], AdamW.update_parameter
+
+    def slow(self, group, param, offset, ok):
+        inside.append(param)
+        time.sleep(0.05)
+        most.append(len(inside))
+        result = update(self, group, param, offset, ok)
+        inside.pop()
+        return result
+
+    monkeypatch.setattr(AdamW, "update_parameter", slow)
+    x = torch.randn(4)
+    parts = [layer(x).sum() for layer in model]
+
+    def backward_of_parts(_):
+        threads = [threading.Thread(target=part.backward) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    trunk = torch.ones((), requires_grad=True) * 1
+    trunk.register_hook(backward_of_parts)
+    norm = release.step(trunk * 1)
+    assert most == [1, 1]
+    torch.testing.assert_close(norm.float(), math.sqrt(2) * x.norm())
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(("rule", "max_norm"), [("two_pass", 0.05), ("partial", None)])
+@pytest.mark.parametrize("recipe", ["bf16", "O2"])
+def test_two_devices_step_as_ordinary(recipe, rule, max_norm, seed):
+    first = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to("cuda:0")
+    last = nn.Sequential(nn.GELU(), nn.Linear(256, 512)).to("cuda:1")
+    models = [nn.ModuleDict({"first": first, "last": last})]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [AdamW(model.parameters(), lr=1e-2, recipe=recipe) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        initialize(model, optimizer, recipe)
+    release = release_gradients(models[0], optimizers[0], max_norm, rule)
+
+    def loss_of(model, x):
+        return model["last"](model["first"](x).to("cuda:1")).square().mean()
+
+    for factor in (1.0, 1.0, math.nan, 1.0):
+        x = torch.randn(64, 256, device="cuda:0")
+        norm = release.step(loss_of(models[0], x) * factor)
+        optimizers[1].zero_grad()
+        (loss_of(models[1], x) * factor).backward()
+        expected = clip_grad_norm_(models[1].parameters(), math.inf if max_norm is None else max_norm)
+        optimizers[1].step()
+        torch.testing.assert_close(norm, expected, equal_nan=True)
+    assert_same(tensors(models[0], optimizers[0]), tensors(models[1], optimizers[1]))
+    assert optimizers[0].skipped_steps == 1 and release.partial_steps == 0
+
+
 # --- what is refused
+
+
+def build_segments(recipe, seed, shared=True):
+    """A model of two checkpointed segments, and its loss of (x, use_reentrant)."""
+    torch.manual_seed(seed)
+    recipe = RECIPES.get(recipe) or dataclasses.replace(RECIPES["O2"], name="delayed", scaling="delayed")
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("stem", "one", "other", "head")})
+    if shared:
+        del model["other"]
+    optimizer = AdamW(model.parameters(), lr=1e-2, recipe=recipe)
+    initialize(model, optimizer, recipe)
+
+    def loss(x, use_reentrant):
+        hidden = model["stem"](x)
+        for name in ("one", "one" if shared else "other"):
+            hidden = checkpoint(lambda h, layer=model[name]: layer(h).tanh(), hidden, use_reentrant=use_reentrant)
+        return model["head"](hidden).square().mean()
+
+    return model, optimizer, loss
+
+
+@pytest.mark.parametrize(("rule", "max_norm"), [("two_pass", 0.05), ("two_pass", None), ("partial", 0.05)])
+@pytest.mark.parametrize("recipe", ["bf16", "O2", "delayed"])
+def test_a_weight_of_several_reentrant_segments(recipe, rule, max_norm, seed):
+    """The pass for the norms finds out, before anything changes; with the other kind of checkpointing the run goes on as if nothing was."""
+    model, optimizer, loss = build_segments(recipe, seed)
+    other, reference, expected_loss = build_segments(recipe, seed)
+    release = release_gradients(model, optimizer, max_norm, rule)
+    before = tensors(model, optimizer)
+    x = torch.randn(16, 32)
+    with pytest.raises(
+        RuntimeError, match=r"one\.(weight|bias) \(32.*second gradient in one backward pass: .*use_reentrant=False"
+    ):
+        release.step(loss(x, True))
+    assert all(param.grad is None for param in model.parameters())
+    assert_same(tensors(model, optimizer), before)
+    norm = release.step(loss(x, False))
+    expected_loss(x, False).backward()
+    assert torch.equal(norm, clip_grad_norm_(other.parameters(), math.inf if max_norm is None else max_norm))
+    reference.step()
+    assert_same(tensors(model, optimizer), tensors(other, reference))
+    assert optimizer.skipped_steps == 0 and release.partial_steps == 0
+
+
+@pytest.mark.parametrize("max_norm", [0.05, None])
+def test_a_weight_of_several_reentrant_segments_without_a_pass_for_the_norms(max_norm, seed):
+    model, optimizer, loss = build_segments("O2", seed)
+    release = release_gradients(model, optimizer, max_norm)
+    x = torch.randn(16, 32)
+    release.step(loss(x, False))
+    with pytest.raises(RuntimeError, match=r"after the first has updated it \(go on from a checkpoint\): use torch"):
+        release.step(loss(x, True))
+    assert all(param.grad is None for param in model.parameters())
+    release.step(loss(x, False))
+    assert optimizer.skipped_steps == 0 and release.partial_steps == 0
+
+
+@pytest.mark.parametrize(("rule", "max_norm"), [("two_pass", 0.05), ("partial", None)])
+def test_reentrant_segments_that_share_nothing(rule, max_norm, seed):
+    model, optimizer, loss = build_segments("O2", seed, shared=False)
+    other, reference, expected_loss = build_segments("O2", seed, shared=False)
+    release = release_gradients(model, optimizer, max_norm, rule)
+    for _ in range(2):
+        x = torch.randn(16, 32)
+        release.step(loss(x, True))
+        reference.zero_grad()
+        expected_loss(x, False).backward()
+        clip_grad_norm_(other.parameters(), math.inf if max_norm is None else max_norm)
+        reference.step()
+    assert_same(tensors(model, optimizer), tensors(other, reference))
+
+
+@pytest.mark.parametrize("rule", ["partial", "two_pass"])
+def test_a_parameter_without_its_hook(rule, seed):
+    model, optimizer = build("gpt", "O2", seed)
+    other, reference = build("gpt", "O2", seed)
+    release = release_gradients(model, optimizer, 0.5, rule)
+    (batch,) = batches(1, seed)
+    before, loss = tensors(model, optimizer), model(*batch)
+    names = [name for name, _ in model.named_parameters()]
+    name = names[int(torch.randint(len(names), ()))]
+    param = model.get_parameter(name)
+    hooks = param._post_accumulate_grad_hooks
+    for key in [key for key, hook in hooks.items() if hook == release._finished]:
+        del hooks[key]
+    with pytest.raises(RuntimeError, match=rf"^{name} \({param.shape[0]},.*call remove\(\) .* release_gradients again"):
+        release.step(loss)
+    assert_same(tensors(model, optimizer), before)
+    release.remove()
+    # Backward has not run.
+    norm = release_gradients(model, optimizer, 0.5, rule).step(loss)
+    assert torch.equal(norm, ordinary_step(other, reference, batch, 0.5)[1])
+    assert_same(tensors(model, optimizer), tensors(other, reference))
+
+
+def test_a_frozen_or_later_parameter_without_its_hook(seed):
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+    optimizer = AdamW(model.parameters(), recipe="bf16")
+    release = release_gradients(model, optimizer)
+    model[1].weight._post_accumulate_grad_hooks = None
+    model[1].requires_grad_(False)
+    release.step(model[0](torch.randn(2, 4)).sum())
+    model[1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"^1\.weight \(4, 4\) is without the hook"):
+        release.step(model[0](torch.randn(2, 4)).sum())
+    release.remove()
+    release = release_gradients(model, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
+    with pytest.raises(RuntimeError, match=r"^a parameter \(3,\) is without the hook"):
+        release.step(model[0](torch.randn(2, 4)).sum())
 
 
 def test_backward_outside_of_step_is_an_error(seed):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from octavo.convert import convert_report
+from octavo.formats import E5M2
 from octavo.models import SIZES, Linear, Transformer, TransformerConfig
 from octavo.models.layers import best_attention, rotary_table, rotate
 from octavo.models.loss import chunk_loss, linear_cross_entropy
@@ -213,10 +214,65 @@ def test_loss_of_nothing_is_zero_with_zero_gradient(seed):
 
 def test_chunk_gradient_sums_to_zero_over_the_vocabulary(seed):
     logits, targets = 5 * torch.randn(6, 50), torch.tensor([0, 49, -100, 7, 7, -100])
-    loss, gradient = chunk_loss(logits, targets)
+    loss, gradient = chunk_loss(logits, targets, logits.shape[1])
     assert loss == pytest.approx(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum").item(), rel=1e-5)
     torch.testing.assert_close(gradient.sum(1), torch.zeros(6), atol=1e-5, rtol=0)
     assert (gradient[[2, 5]] == 0).all()
+
+
+@pytest.mark.parametrize("heads", ["tied", "own", "custom"])
+@pytest.mark.parametrize("change", [(0, 1), (0, -1), (-1, 0), (-1, -23)])
+def test_targets_that_do_not_fit_the_tokens_are_refused(heads, change, seed):
+    """A forgotten shift gives one target too many, which would train every sequence after the first on labels of others."""
+    model = model_with_head(heads, seed)
+    tokens, targets = batch(model.config)
+    wrong = torch.randint(64, tuple(size + more for size, more in zip(targets.shape, change, strict=True)))
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(ValueError, match=r"targets \[.*tokens \[2, 24\]"):
+            model(tokens, wrong)
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8)
+    with pytest.raises(ValueError, match=r"\[7\] targets for \[6\] rows"):
+        linear_cross_entropy(x, weight, torch.randint(20, (7,)))
+
+
+@pytest.mark.parametrize("heads", ["tied", "own", "custom"])
+def test_targets_that_are_no_token_are_refused(heads, seed):
+    model = model_with_head(heads, seed)
+    tokens, targets = (part.clone() for part in batch(model.config))
+    for wrong in (-1, -99, model.config.vocab_size, model.config.vocab_size + 1):
+        bad = targets.clone()
+        bad[1, 3] = wrong
+        for context in (torch.enable_grad(), torch.no_grad()):
+            with (
+                context,
+                pytest.raises(
+                    ValueError, match=f"target 27 is {wrong}: classes are 0 to {model.config.vocab_size - 1}"
+                ),
+            ):
+                model(tokens, bad)
+    assert model(tokens, targets.fill_(-100)) == 0
+
+
+def model_with_head(heads: str, seed: int) -> Transformer:
+    config = small(tie_embeddings=heads == "tied", vocab_size=250)  # its weight has rows of padding
+    model = Transformer.build(config, "O2", seed=seed)
+    if heads == "custom":
+        model.lm_head = torch.nn.Sequential(model.lm_head)
+    return model
+
+
+@pytest.mark.parametrize("fmt", [None, E5M2])
+@pytest.mark.parametrize("wrong", [-1, -99, 40, 49, 50])
+def test_where_nobody_looks_a_target_that_is_no_class_is_nan(wrong, fmt, seed):
+    """As on a GPU: then the optimizer skips the step. Other rows have what they had."""
+    logits, targets = torch.randn(6, 50), torch.randint(40, (6,))
+    logits[:, 40:] = -math.inf
+    bad = targets.clone()
+    bad[2] = wrong
+    (loss, gradient), (nan, partly) = (chunk_loss(logits, t, 40, fmt) for t in (targets, bad))
+    rows = torch.arange(6) != 2
+    assert loss.isfinite() and nan.isnan()
+    assert torch.equal(gradient.float()[rows], partly.float()[rows]) and partly.float()[2, :40].isnan().all()
 
 
 def test_other_heads_keep_their_own_forward(seed):

@@ -35,7 +35,7 @@ from octavo.linear.gemm import Gemms
 from octavo.linear.module import FP8Linear
 from octavo.linear.regions import Heads, NormHeads, Past, Projection
 
-__all__ = ["Heads", "can_fuse", "feed_forward", "has_hooks", "norm_heads", "projection"]
+__all__ = ["Heads", "can_fuse", "feed_forward", "is_customised", "norm_heads", "projection"]
 
 Norm = nn.LayerNorm | nn.RMSNorm
 
@@ -43,16 +43,21 @@ Norm = nn.LayerNorm | nn.RMSNorm
 def can_fuse(*modules: nn.Module) -> bool:
     """Whether the functions below do all that a call of these layers and norms would do.
 
-    Layers have to be converted, count nothing at the moment, and scale as this module can; norms to have weights, for one dim. Nobody
-    calls a module that is fused, so its hooks would not run: none may have any.
+    Layers have to be converted, count nothing at the moment, and scale as this module can; norms to have weights, for one dim. (That
+    their classes compute what these are named after is for the caller to know.) Nobody calls a module that is fused, so its hooks would
+    not run: none may have any.
     """
-    return not has_hooks(*modules) and all(map(_fits, modules))
+    return not is_customised(*modules) and all(map(_fits, modules))
 
 
-def has_hooks(*modules: nn.Module) -> bool:
-    """Whether a call of one of `modules` would run hooks of its own."""
+def is_customised(*modules: nn.Module) -> bool:
+    """Whether a call of one of `modules` would run hooks, or a `forward` that was put on the object."""
     return any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
         for module in modules
     )
 

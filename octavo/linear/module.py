@@ -30,7 +30,7 @@ from octavo.linear.operand import (
     stays,
     weight_operand,
 )
-from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, watch_gradient
+from octavo.linear.storage import is_watched, replace_parameter, unwatch_gradient, user_state_kept, watch_gradient
 from octavo.recipe import Recipe
 from octavo.scaling import DelayedScaling, update_all
 from octavo.tensor import ScaledTensor, cast, uncast
@@ -212,7 +212,8 @@ class FP8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> FP8Linear:
         drop_weight_cache([self.weight])
-        super()._apply(fn, recurse)
+        with user_state_kept(self.weight):
+            super()._apply(fn, recurse)
         self.watch_gradient()
         self._move_scaling()
         return self

@@ -12,6 +12,9 @@ layer does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -22,13 +25,23 @@ from octavo.tensor import ScaledTensor, uncast
 
 def replace_parameter(param: Tensor, value: Tensor, grad: Tensor | None) -> None:
     """Gives `param` the tensor `value`, plain or ScaledTensor, and the gradient `grad`; object, hooks and attributes stay."""
+    with user_state_kept(param):
+        param.grad = None
+        torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+    param.grad = grad
+
+
+@contextmanager
+def user_state_kept(param: Tensor) -> Iterator[None]:
+    """The attributes and hooks of `param` are afterwards what they were, although the tensor under it is swapped for another inside.
+
+    (`nn.Module.to` and the like swap a subclass as well, and with it what its user hung on a parameter.)
+    """
     attributes = {name: item for name, item in param.__dict__.items() if name not in _OWN_ATTRIBUTES}
     hooks, post_hooks = param._backward_hooks, param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    param.grad = None
-    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+    yield
     param.__dict__.update(attributes)
     param._backward_hooks, param._post_accumulate_grad_hooks = hooks, post_hooks  # type: ignore[attr-defined]
-    param.grad = grad
 
 
 _OWN_ATTRIBUTES = {"_is_param", "_octavo_cast", "_octavo_accumulates", *ScaledTensor.__annotations__}

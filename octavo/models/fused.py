@@ -8,25 +8,42 @@ and arithmetic are those of `Block`, but for the parameters of norms, which are 
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from octavo.linear.fused import Heads, can_fuse, feed_forward, has_hooks, norm_heads, projection
-from octavo.models.layers import Block, GELUFeedForward, SwiGLUFeedForward
+from octavo.linear.fused import Heads, can_fuse, feed_forward, is_customised, norm_heads, projection
+from octavo.models.layers import Attention, Block, GELUFeedForward, LayerNorm, RMSNorm, SwiGLUFeedForward
+
+NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
+"""No subclass of the user's, which may compute something else."""
 
 
 class FusedBlock(Block):
-    """`Block`, for layers converted to FP8; it is that block while one of them is not, or somebody listens inside."""
+    """`Block`, for layers converted to FP8.
+
+    It is that block while one of them is not, somebody listens inside or has put in modules of another class, or autocast asks for
+    another dtype than that of the residual stream.
+    """
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         attention, ffn = self.attention, self.ffn
-        if isinstance(ffn, GELUFeedForward):
+        if type(ffn) is GELUFeedForward:
             kind, up, recompute = "gelu", ffn.up, False
-        elif isinstance(ffn, SwiGLUFeedForward):
+        elif type(ffn) is SwiGLUFeedForward:
             kind, up, recompute = "swiglu", ffn.gate_up, ffn.recompute
         else:  # the user's own
             return super().forward(x, cos, sin, mask)
-        parts = (self.attention_norm, attention.qkv, attention.out, self.ffn_norm, up, ffn.out)
-        if x.numel() == 0 or has_hooks(attention, ffn) or not can_fuse(*parts):
+        norms = (self.attention_norm, self.ffn_norm)
+        if type(attention) is not Attention or any(type(norm) not in NORMS for norm in norms):
+            return super().forward(x, cos, sin, mask)
+        if (
+            x.numel() == 0
+            or is_customised(attention, ffn)
+            or not can_fuse(*norms, attention.qkv, attention.out, up, ffn.out)
+        ):
+            return super().forward(x, cos, sin, mask)
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
             return super().forward(x, cos, sin, mask)
         heads = Heads(attention.n_heads, attention.kv_heads, attention.head_dim)
         table = (cos, sin) if attention.rotary else None

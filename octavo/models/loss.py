@@ -18,32 +18,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from octavo.formats import Format
 from octavo.models.head_gradients import FP8Gradients, unit_scale
 
 IGNORE = -100
-"""Targets of this value do not count, as in PyTorch."""
+"""Targets of this value do not count, as in PyTorch. Any other that is no class is an error, and where nobody looks makes the loss NaN."""
 CHUNK_ELEMENTS = 1 << 27
 """Logits of one chunk: 268 MB in BF16, 2,560 tokens of a vocabulary of 50,304; smaller batches are one chunk."""
 
-ChunkLoss = Callable[[Tensor, Tensor, Format | None], tuple[Tensor, Tensor]]
+ChunkLoss = Callable[[Tensor, Tensor, int, Format | None], tuple[Tensor, Tensor]]
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, fmt: Format | None = None) -> tuple[Tensor, Tensor]:
-    """Sum of the losses, 0-d FP32, and its gradient, in the logits' dtype; logits [n, V], targets int64 [n].
+def chunk_loss(logits: Tensor, targets: Tensor, classes: int, fmt: Format | None = None) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, 0-d FP32, and its gradient, in the logits' dtype; logits [n, V], targets int64 [n] below `classes` ≤ V.
 
     With `fmt`, FP8, the gradient as codes of that format with the scale `unit_scale(fmt)`.
     """
-    counts = (targets != IGNORE)[:, None]
-    rows = targets.clamp(min=0)[:, None]
+    rows, counts = _places(targets, classes)
     log_probabilities = logits.float().log_softmax(dim=-1)
     loss = -(log_probabilities.gather(1, rows) * counts).sum()
-    classes = torch.arange(logits.shape[1], device=logits.device)
-    gradient = log_probabilities.exp_().sub_((classes == rows).to(torch.uint8)).mul_(counts)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    gradient = log_probabilities.exp_().sub_((columns == rows).to(torch.uint8)).mul_(counts)
     if fmt is not None:
         return loss, gradient.mul_(unit_scale(fmt)).to(fmt.dtype)
     return loss, gradient.to(logits.dtype)
@@ -65,22 +64,58 @@ def linear_cross_entropy(
     `chunk_elements` logits; `chunk_loss` may be a compiled one. Rows of `weight` from `classes` on are padding: they take no
     probability and get a gradient of zero. `grad_output` is the format of the logits' gradient in FP8 GEMMs; None computes in the dtype
     of x. It can be differentiated once.
+
+    Raises `ValueError` if x and targets differ in length, or on a CPU if a target is no class; on a GPU, where nobody waits for the
+    answer, loss and gradients are then NaN, and the optimizer skips the step.
     """
     classes = len(weight) if classes is None else classes
+    if targets.shape != x.shape[:1]:
+        raise ValueError(
+            f"there are {list(targets.shape)} targets for {list(x.shape[:1])} rows of x: give one for each"
+        )
+    _check_classes(targets, classes)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(x, weight, targets, classes, chunk_elements, chunk_loss, grad_output)
     w = weight.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for rows in _chunks(len(x), len(w), chunk_elements):
-        logits = _logits(x[rows], w, classes).float()
-        loss += F.cross_entropy(logits, targets[rows], ignore_index=IGNORE, reduction="sum")
+        loss += _sum(_logits(x[rows], w, classes), targets[rows], classes)
     return loss / _count(targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean of the losses of logits [n, V], 0-d FP32, where they exist already; targets and errors as of `linear_cross_entropy`."""
+    _check_classes(targets, logits.shape[1])
+    return _sum(logits, targets, logits.shape[1]) / _count(targets)
 
 
 def chunk_tokens(vocabulary: int, chunk_elements: int = CHUNK_ELEMENTS) -> int:
     """Tokens of a chunk: a multiple of 128, or where that is too many of 16, which is what kernels read at a time."""
     size = chunk_elements // vocabulary
     return size // 128 * 128 if size >= 128 else max(size // 16, 1) * 16
+
+
+def _places(targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """(a class for each target, int64 [n, 1]; FP32 [n, 1]: 1 where it is the target's, 0 for IGNORE and NaN where there is none)."""
+    valid = (targets >= 0) & (targets < classes)
+    counts = torch.where(valid, 1.0, torch.where(targets == IGNORE, 0.0, math.nan))
+    return torch.where(valid, targets, 0)[:, None], counts[:, None]
+
+
+def _check_classes(targets: Tensor, classes: int) -> None:
+    if is_compiling() or type(targets) is not Tensor or targets.device.type != "cpu":
+        return
+    wrong = (targets != IGNORE) & ((targets < 0) | (targets >= classes))
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"target {place} is {int(targets[place])}: classes are 0 to {classes - 1}, and targets of {IGNORE} do not count"
+        )
+
+
+def _sum(logits: Tensor, targets: Tensor, classes: int) -> Tensor:
+    places, counts = _places(targets, classes)
+    return -(logits.float().log_softmax(dim=-1).gather(1, places) * counts).sum()
 
 
 def _count(targets: Tensor) -> Tensor:
@@ -155,7 +190,7 @@ def _over_chunks(
     else:
         gradients = FP8Gradients(x, w, fmt, needs[0], needs[1], chunks[0].stop)
     for rows in chunks:
-        chunk_sum, gradient = chunk_loss(_logits(x[rows], w, classes), targets[rows], fmt)
+        chunk_sum, gradient = chunk_loss(_logits(x[rows], w, classes), targets[rows], classes, fmt)
         loss += chunk_sum
         gradients.add(rows, gradient)
     return loss, gradients

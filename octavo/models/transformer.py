@@ -27,7 +27,7 @@ from octavo.linear import FP8Linear, HeadLinear
 from octavo.models.config import TransformerConfig
 from octavo.models.fused import FusedBlock
 from octavo.models.layers import Block, Linear, best_attention, document_places, make_norm, rotary_table
-from octavo.models.loss import IGNORE, chunk_loss, linear_cross_entropy
+from octavo.models.loss import chunk_loss, cross_entropy, linear_cross_entropy
 from octavo.recipe import Recipe
 
 INIT_STD = 0.02
@@ -127,7 +127,13 @@ class Transformer(nn.Module):
 
         With `targets` int64 [B, T], the mean cross-entropy instead, 0-d FP32; targets of -100 do not count. `documents`, integers
         [B, T], keeps neighbours of different numbers apart: no token sees another document, and positions restart in each.
+        Raises `ValueError` if shapes differ, and on a CPU if a target is neither -100 nor a token.
         """
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets {list(targets.shape)} must have one for each of tokens {list(tokens.shape)}: "
+                "those of tokens[:, :-1] are tokens[:, 1:]"
+            )
         x = self.hidden(tokens, documents)
         head = self.lm_head
         if targets is None or not (head is None or _is_product(head)):
@@ -135,7 +141,7 @@ class Transformer(nn.Module):
             logits = logits[..., : self.config.vocab_size]
             if targets is None:
                 return logits
-            return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+            return cross_entropy(logits.flatten(0, 1), targets.flatten())
         weight = self.embedding.weight if head is None else head.weight
         return linear_cross_entropy(
             x.flatten(0, 1),

@@ -20,12 +20,17 @@ the first update. With "partial", a gradient that stops being finite half-way th
 no room for, cancels its own update and all after it, while the parameters before it, nearer to the head, have made an ordinary step.
 Such steps are counted in `partial_steps`. Skipped steps, also these, are in `AdamW.skipped_steps`. Nothing waits for the device.
 
-A gradient that is gone cannot be added to: no accumulation over micro-batches, no reduction over processes, no loss scale.
+Parameters may lie on several devices, at work on their default streams: the scalars that all of them share are on one, used by the
+backward threads of all, and go to the others without waiting.
+
+A gradient that is gone cannot be added to: no accumulation over micro-batches, no reduction over processes, no loss scale, and no
+re-entrant checkpointing of a weight that several segments share, each of which finishes a part of the gradient by itself.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, Literal
 
 import torch
@@ -77,7 +82,8 @@ def release_gradients(
             raise ValueError(
                 f"{name} is trainable, but not in the optimizer: nobody would free its gradient; freeze it, or add it"
             )
-    release = GradientRelease(optimizer, max_norm, rule)
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    release = GradientRelease(optimizer, max_norm, rule, names)
     release.check_no_gradients()
     release.attach()
     return release
@@ -86,14 +92,17 @@ def release_gradients(
 class GradientRelease:
     """Backward that updates; made by `release_gradients`."""
 
-    def __init__(self, optimizer: AdamW, max_norm: float | None, rule: Rule) -> None:
+    def __init__(self, optimizer: AdamW, max_norm: float | None, rule: Rule, names: dict[Tensor, str]) -> None:
         self.optimizer, self.max_norm, self.rule = optimizer, max_norm, rule
+        self._names = names
         device = optimizer.skipped_steps.device
         self.partial_steps = torch.zeros((), dtype=torch.int64, device=device)
         """Skipped steps in which some parameters had been updated already; 0-d, on the device."""
         self._handles: list[Any] = []
         self._pass: Literal["none", "measure", "update"] = "none"
         self._skip: Tensor | None = None
+        self._lock = threading.Lock()
+        """Backward has a thread for each device, and all of them update the shared scalars."""
 
     def attach(self) -> None:
         """Register the hooks."""
@@ -111,28 +120,48 @@ class GradientRelease:
 
     def check_no_gradients(self) -> None:
         """Raises `ValueError` if a parameter has a gradient already."""
-        waiting = [param for _, param, _ in self._places() if param.grad is not None]
-        if waiting:
-            raise ValueError(
-                f"a parameter {tuple(waiting[0].shape)} has a gradient already, and a step that releases gradients cannot add to it: "
-                "call optimizer.zero_grad(), and use one micro-batch a step"
-            )
+        for _, param, _ in self._places():
+            if param.grad is not None:
+                raise ValueError(
+                    f"{self._describe(param)} has a gradient already, and a step that releases gradients cannot add to it: "
+                    "call optimizer.zero_grad(), and use one micro-batch a step"
+                )
+
+    def _check_hooks(self) -> None:
+        """Raises `RuntimeError` if a trainable parameter has lost its hook, or has come to the optimizer without one."""
+        for _, param, _ in self._places():
+            hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if param.requires_grad and (hooks is None or self._finished not in hooks.values()):
+                raise RuntimeError(
+                    f"{self._describe(param)} is without the hook that updates it, which something has removed, or it came to the "
+                    "optimizer later: call remove() on this gradient release, and release_gradients again"
+                )
+
+    def _describe(self, param: Tensor) -> str:
+        return f"{self._names.get(param, 'a parameter')} {tuple(param.shape)}"
 
     def step(self, loss: Tensor) -> Tensor:
         """Backward of `loss` (one element), in which every parameter is updated; returns the norm of the gradient, FP64, 0-d.
 
         Ends with the (now empty) step of the optimizer, for the hooks and schedulers that wait for it. Raises `ValueError` if
-        gradients wait from before.
+        gradients wait from before, and `RuntimeError` if a parameter has lost its hook, both before anything runs. Raises
+        `RuntimeError` if backward finishes the gradient of a parameter in parts: a pass for the norms does so before anything
+        changes; without one ("partial" after its first step, or without clipping) the first part has been applied by then.
+        A backward that raises leaves no gradients.
         """
         if not self._handles:
             raise RuntimeError("this gradient release was removed: call loss.backward() and optimizer.step()")
+        self._check_hooks()
         self.check_no_gradients()
         self._place = {param: (group, offset) for group, param, offset in self._places()}
+        # Not the CPU, if any parameter is elsewhere: that would have to wait for the device.
+        self._device = next((param.device for param in self._place if param.device.type != "cpu"), torch.device("cpu"))
         self._norms: dict[Tensor, Tensor] = {}
         self._factor: Tensor | None = None
-        self._ok = loss.detach().isfinite().reshape(())
+        self._ok = _to(loss.detach().isfinite().reshape(()), self._device)
         self._begun: Tensor | None = None
-        before = [state[NORM] for param in self._place if NORM in (state := self.optimizer.state.get(param, {}))]
+        states = [self.optimizer.state.get(param, {}) for param in self._place]
+        before = [_to(state[NORM], self._device) for state in states if NORM in state]
         if self.rule == "two_pass" or (self.max_norm is not None and not before):
             self._backward(loss, "measure")
             norm = self._norm()
@@ -146,9 +175,9 @@ class GradientRelease:
         self._backward(loss, "update")
         norm = self._norm()
         self._remember()
-        self._skip = ~self._ok
+        self._skip = self._ok.logical_not()
         if self._begun is not None:
-            self.partial_steps = self.partial_steps + (self._begun & self._skip)
+            self.partial_steps = _to(self.partial_steps, self._device) + (self._begun & self._skip)
         self.optimizer.step()
         return norm
 
@@ -165,6 +194,9 @@ class GradientRelease:
         self._pass = which
         try:
             loss.backward(retain_graph=which == "measure")
+        except BaseException:
+            self.optimizer.zero_grad()  # parts of a gradient that will never be whole
+            raise
         finally:
             self._pass = "none"
 
@@ -178,27 +210,36 @@ class GradientRelease:
                 "gradients of this model are released: call GradientRelease.step(loss) instead of loss.backward()"
             )
         if param not in self._place:
-            raise RuntimeError(
-                f"a parameter {tuple(param.shape)} has left the optimizer: remove() the gradient release first"
-            )
-        norm = gradient_norms([grad])[0][0]
-        self._norms[param] = norm
-        if self._pass == "update":
-            self._ok = self._ok.to(norm.device, non_blocking=True) & norm.isfinite()
-            if self.max_norm is not None:
-                factor = self._factor if self._factor is not None else self._partial(param, norm)
-                scale_gradient(grad, factor.to(norm.device, non_blocking=True), positive=True)
-            group, offset = self._place[param]
-            self._ok = self.optimizer.update_parameter(group, param, offset, self._ok)
-            if self._begun is None:
-                self._begun = self._ok
+            raise RuntimeError(f"{self._describe(param)} has left the optimizer: remove() the gradient release first")
+        with self._lock:
+            if param in self._norms:
+                updated = ", after the first has updated it (go on from a checkpoint)" if self._pass == "update" else ""
+                raise RuntimeError(
+                    f"{self._describe(param)} got a second gradient in one backward pass{updated}: "
+                    "use torch.utils.checkpoint with use_reentrant=False"
+                )
+            norm = self._norms[param] = gradient_norms([grad])[0][0]
+            if self._pass == "update":
+                self._update(param, grad, norm)
         param.grad = None
+
+    def _update(self, param: Tensor, grad: Tensor, norm: Tensor) -> None:
+        """Clip `grad`, and update `param` by it."""
+        norm = _to(norm, self._device)
+        self._ok = self._ok & norm.isfinite()
+        if self.max_norm is not None:
+            factor = self._factor if self._factor is not None else self._partial(param, norm)
+            scale_gradient(grad, _to(factor, param.device), positive=True)
+        group, offset = self._place[param]
+        ok = self.optimizer.update_parameter(group, param, offset, _to(self._ok, param.device))
+        self._ok = _to(ok, self._device)
+        if self._begun is None:
+            self._begun = self._ok
 
     def _partial(self, param: Tensor, norm: Tensor) -> Tensor:
         """The factor for `param` by the rule "partial"."""
         assert self.max_norm is not None
-        norm = norm.to(self._total.device, non_blocking=True)
-        before = self.optimizer.state[param].get(NORM, torch.zeros_like(norm))
+        before = _to(self.optimizer.state[param].get(NORM, torch.zeros_like(norm)), self._device)
         self._seen = self._seen + norm**2
         self._seen_before = self._seen_before + before**2
         known = self._seen_before > 0
@@ -207,20 +248,24 @@ class GradientRelease:
 
     def _norm(self) -> Tensor:
         """The norm of the whole gradient, as `clip_grad_norm_` computes it."""
-        norms = [self._norms[param] for param in self._place if param in self._norms]
+        norms = [_to(self._norms[param], self._device) for param in self._place if param in self._norms]
         if not norms:
-            return torch.zeros((), dtype=torch.float64)
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()
     def _remember(self) -> None:
         for param, norm in self._norms.items():
             state = self.optimizer.state[param]
-            ok = self._ok.to(norm.device, non_blocking=True)
-            state[NORM] = torch.where(ok, norm, state.get(NORM, torch.zeros_like(norm)))
+            state[NORM] = torch.where(_to(self._ok, norm.device), norm, state.get(NORM, torch.zeros_like(norm)))
 
     def _count_skip(self, *_: Any) -> None:
         """Hook before the optimizer's step, after those that compare `skipped_steps` before and after it."""
         if self._skip is not None:
-            self.optimizer.skipped_steps = self.optimizer.skipped_steps.to(self._skip.device) + self._skip
+            self.optimizer.skipped_steps = _to(self.optimizer.skipped_steps, self._device) + self._skip
             self._skip = None
+
+
+def _to(scalar: Tensor, device: torch.device) -> Tensor:
+    """`scalar` itself if it is there already; else a copy, which waits only for what the CPU has to read."""
+    return scalar.to(device, non_blocking=device.type != "cpu")

@@ -217,7 +217,7 @@ def _settle_current_kernel(
             remember_scale(hint_ptr, scale)
         if not right:
             lane = tl.arange(0, TILE)
-            for turn in range(program, tl.cdiv(numel, TILE), tl.num_programs(0)):
+            for turn in range(program, (numel - 1) // TILE + 1, tl.num_programs(0)):  # (`tl.cdiv` would pass 2³¹)
                 start = tl.cast(turn, tl.int64) * TILE
                 x = tl.load(x_ptr + start + lane, mask=lane < numel - start, other=0.0).to(tl.float32)
                 tl.store(codes_ptr + start + lane, as_fp8(x * multiplier, MANTISSA_BITS), mask=lane < numel - start)
