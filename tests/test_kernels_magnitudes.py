@@ -28,12 +28,12 @@ def test_sums_of_squares_of_E4M3_codes_are_exact(seed):
 
 
 def test_residuals_count(seed):
-    x = torch.randn(5000)
+    x = torch.empty(5000).uniform_(1.02, 1.06) * (torch.randint(2, (5000,)) * 2 - 1)  # all of them round down
     scale = kernels.scale_from_amax(kernels.amax(x), E4M3.max)
     codes, residual = kernels.cast_residual(x, scale)
     _, (with_it, without) = kernels.magnitudes([Values(codes, residual), Values(codes)])
     exact = (x.double() * scale).square().sum()
-    assert abs(with_it / exact - 1) < 1e-4 < abs(without / exact - 1)
+    assert abs(with_it / exact - 1) < 1e-4 and 0.03 < 1 - without / exact < 0.12
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
