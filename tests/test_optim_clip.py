@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octavo.formats import E4M3, FP16
 from octavo.optim import AdamW, clip_grad_norm_
+from octavo.optim.devices import moved
 from octavo.tensor import ScaledTensor, cast
 
 
@@ -116,3 +117,14 @@ def test_chunks_add_up(seed, monkeypatch):
     values = real(params)
     monkeypatch.setattr(clip, "CHUNK", 64)
     assert clip_grad_norm_(params, 1e9).item() == pytest.approx(values.norm().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_the_cpu_reads_is_waited_for(device):
+    class Scalar:
+        def to(self, device: torch.device, *, non_blocking: bool) -> tuple[torch.device, bool]:
+            return device, non_blocking
+
+    assert moved(Scalar(), torch.device(device)) == (torch.device(device), device != "cpu")
+    x = torch.randn(())
+    assert moved(x, x.device) is x

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.adamw import UpdateFormats
 from octavo.optim.checks import check_group, check_loadable, warn_of_lost_updates
+from octavo.optim.devices import moved
 from octavo.optim.state import Slot, describe, gradient, initial_state, seal, unseal, update_formats
 from octavo.optim.step import Bucket, Known, prepare, update
 from octavo.recipe import Recipe, get_recipe
@@ -100,9 +101,9 @@ class AdamW(torch.optim.Optimizer):
         plans = prepare(buckets, self._maxima)
         ok = plans[0].prepared.ok
         for plan in plans[1:]:
-            ok = ok & plan.prepared.ok.to(ok.device, non_blocking=True)
+            ok = ok & moved(plan.prepared.ok, ok.device)
         for plan in plans:
-            update(plan, ok.to(plan.prepared.ok.device, non_blocking=True))
+            update(plan, moved(ok, plan.prepared.ok.device))
         self.skipped_steps = self.skipped_steps.to(ok.device) + ~ok
         return loss
 
@@ -145,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
         """
         formats, slot = self._slot(param, gradient(param), offset)
         (plan,) = prepare([Bucket(group, formats, [slot])], self._maxima)
-        ok = ok.to(plan.prepared.ok.device, non_blocking=True) & plan.prepared.ok
+        ok = moved(ok, plan.prepared.ok.device) & plan.prepared.ok
         update(plan, ok)
         return ok
 

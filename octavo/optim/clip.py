@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from octavo import kernels
 from octavo.kernels import known_amax, remember_amax
 from octavo.kernels.reference.magnitudes import Values
+from octavo.optim.devices import moved
 from octavo.tensor import ScaledTensor
 
 CHUNK = 2**22
@@ -35,11 +36,11 @@ def clip_grad_norm_(params: Tensor | Iterable[Tensor], max_norm: float, norm_typ
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     device = grads[0].device
-    norms = torch.cat([norms.to(device, non_blocking=True) for norms in gradient_norms(grads, norm_type)])
+    norms = torch.cat([moved(norms, device) for norms in gradient_norms(grads, norm_type)])
     norm = torch.linalg.vector_norm(norms, norm_type)
     factor = clip_factor(norm, max_norm)
     for grad in grads:
-        scale_gradient(grad, factor.to(grad.device, non_blocking=True), positive=max_norm > 0)
+        scale_gradient(grad, moved(factor, grad.device), positive=max_norm > 0)
     return norm
 
 

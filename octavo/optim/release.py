@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from octavo.formats import FP32
 from octavo.optim.adamw import AdamW
 from octavo.optim.clip import clip_factor, gradient_norms, scale_gradient
+from octavo.optim.devices import moved
 
 Rule = Literal["partial", "two_pass"]
 NORM = "grad_norm"
@@ -158,10 +159,10 @@ class GradientRelease:
         self._device = next((param.device for param in self._place if param.device.type != "cpu"), torch.device("cpu"))
         self._norms: dict[Tensor, Tensor] = {}
         self._factor: Tensor | None = None
-        self._ok = _to(loss.detach().isfinite().reshape(()), self._device)
+        self._ok = moved(loss.detach().isfinite().reshape(()), self._device)
         self._begun: Tensor | None = None
         states = [self.optimizer.state.get(param, {}) for param in self._place]
-        before = [_to(state[NORM], self._device) for state in states if NORM in state]
+        before = [moved(state[NORM], self._device) for state in states if NORM in state]
         if self.rule == "two_pass" or (self.max_norm is not None and not before):
             self._backward(loss, "measure")
             norm = self._norm()
@@ -177,7 +178,7 @@ class GradientRelease:
         self._remember()
         self._skip = self._ok.logical_not()
         if self._begun is not None:
-            self.partial_steps = _to(self.partial_steps, self._device) + (self._begun & self._skip)
+            self.partial_steps = moved(self.partial_steps, self._device) + (self._begun & self._skip)
         self.optimizer.step()
         return norm
 
@@ -225,21 +226,21 @@ class GradientRelease:
 
     def _update(self, param: Tensor, grad: Tensor, norm: Tensor) -> None:
         """Clip `grad`, and update `param` by it."""
-        norm = _to(norm, self._device)
+        norm = moved(norm, self._device)
         self._ok = self._ok & norm.isfinite()
         if self.max_norm is not None:
             factor = self._factor if self._factor is not None else self._partial(param, norm)
-            scale_gradient(grad, _to(factor, param.device), positive=True)
+            scale_gradient(grad, moved(factor, param.device), positive=True)
         group, offset = self._place[param]
-        ok = self.optimizer.update_parameter(group, param, offset, _to(self._ok, param.device))
-        self._ok = _to(ok, self._device)
+        ok = self.optimizer.update_parameter(group, param, offset, moved(self._ok, param.device))
+        self._ok = moved(ok, self._device)
         if self._begun is None:
             self._begun = self._ok
 
     def _partial(self, param: Tensor, norm: Tensor) -> Tensor:
         """The factor for `param` by the rule "partial"."""
         assert self.max_norm is not None
-        before = _to(self.optimizer.state[param].get(NORM, torch.zeros_like(norm)), self._device)
+        before = moved(self.optimizer.state[param].get(NORM, torch.zeros_like(norm)), self._device)
         self._seen = self._seen + norm**2
         self._seen_before = self._seen_before + before**2
         known = self._seen_before > 0
@@ -248,7 +249,7 @@ class GradientRelease:
 
     def _norm(self) -> Tensor:
         """The norm of the whole gradient, as `clip_grad_norm_` computes it."""
-        norms = [_to(self._norms[param], self._device) for param in self._place if param in self._norms]
+        norms = [moved(self._norms[param], self._device) for param in self._place if param in self._norms]
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.linalg.vector_norm(torch.stack(norms))
@@ -257,15 +258,10 @@ class GradientRelease:
     def _remember(self) -> None:
         for param, norm in self._norms.items():
             state = self.optimizer.state[param]
-            state[NORM] = torch.where(_to(self._ok, norm.device), norm, state.get(NORM, torch.zeros_like(norm)))
+            state[NORM] = torch.where(moved(self._ok, norm.device), norm, state.get(NORM, torch.zeros_like(norm)))
 
     def _count_skip(self, *_: Any) -> None:
         """Hook before the optimizer's step, after those that compare `skipped_steps` before and after it."""
         if self._skip is not None:
-            self.optimizer.skipped_steps = _to(self.optimizer.skipped_steps, self._device) + self._skip
+            self.optimizer.skipped_steps = moved(self.optimizer.skipped_steps, self._device) + self._skip
             self._skip = None
-
-
-def _to(scalar: Tensor, device: torch.device) -> Tensor:
-    """`scalar` itself if it is there already; else a copy, which waits only for what the CPU has to read."""
-    return scalar.to(device, non_blocking=device.type != "cpu")
