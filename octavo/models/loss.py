@@ -105,7 +105,7 @@ def _places(targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 def _check_classes(targets: Tensor, classes: int) -> None:
     if is_compiling() or type(targets) is not Tensor or targets.device.type != "cpu":
         return
-    wrong = (targets != IGNORE) & ((targets < 0) | (targets >= classes))
+    wrong = _places(targets, classes)[1].isnan().squeeze(1)
     if wrong.any():
         place = int(wrong.nonzero()[0])
         raise ValueError(
