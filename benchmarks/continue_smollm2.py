@@ -9,6 +9,9 @@ rounding the operands of a forward costs; the second what training in FP8 did to
     python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 1500 --out runs/smollm2
     python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 3 --seq-len 128 --micro-batch 1   # on a CPU
 
+`--recipes` also takes `torchao-tensorwise` and `torchao-rowwise`, when torchao is installed: the BF16 run with its optimizer, the layers
+of its blocks in torchao's FP8.
+
 `docs/huggingface.md` says how to get the checkpoint. Runs that were interrupted go on when the same command is given again.
 """
 
@@ -20,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import octavo
+from octavo.bench.peers import torchao_float8
+from octavo.models.layers import Linear
 from octavo.settings import override
 from octavo.train.config import (
     CheckpointConfig,
@@ -35,6 +40,7 @@ from octavo.train.trainer import Trainer
 
 LOSS = ("recipe", "step", "loss", "grad_norm", "skipped", "val_loss")
 FINAL = ("recipe", "val_loss", "val_loss_bf16")
+PEERS = {"torchao-tensorwise": "tensorwise", "torchao-rowwise": "rowwise"}
 CASTS = ("recipe", "step", "group", "kind", "saturated", "flushed")
 
 
@@ -73,6 +79,13 @@ def tables(recipe: str, records: list[dict[str, Any]]) -> tuple[list[dict[str, A
     return list(losses.values()), casts
 
 
+def back_from_torchao(model: Any) -> None:
+    """Let the layers compute in BF16 again; torchao kept their parameters as they were."""
+    for module in model.blocks.modules():
+        if type(module).__name__ == "Float8Linear":
+            module.__class__ = Linear
+
+
 def write(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
@@ -95,12 +108,17 @@ def main() -> None:
     casts: list[dict[str, Any]] = []
     final: list[dict[str, Any]] = []
     for recipe in arguments.recipes.split(","):
-        sets = [*arguments.set, f"recipe={recipe}", f"out={arguments.out}/{recipe}"]
+        scaling = PEERS.get(recipe)
+        sets = [*arguments.set, f"recipe={'bf16' if scaling else recipe}", f"out={arguments.out}/{recipe}"]
         trainer = Trainer(override(run_config(arguments), sets), resume=True)
+        if scaling:
+            torchao_float8(trainer.model.blocks, trainer.device, scaling)
         trainer.run()
         rows, counted = tables(recipe, read_metrics(trainer.folder / "metrics.jsonl"))
         losses, casts = losses + rows, casts + counted
         val_loss = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
+        if scaling:
+            back_from_torchao(trainer.model)
         octavo.export(trainer.model)
         final.append({"recipe": recipe, "val_loss": val_loss, "val_loss_bf16": trainer.validation_loss()})
         write(Path(arguments.out) / "loss.csv", LOSS, losses)

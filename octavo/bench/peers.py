@@ -6,6 +6,7 @@ maxima once it has converted a model, so it comes last in every benchmark.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -28,11 +29,12 @@ def peer(name: str) -> ModuleType:
         raise NotInstalledError(f"{name}: {error}") from error
 
 
-def torchao_float8(module: nn.Module, device: torch.device) -> nn.Module:
-    """All linear layers within `module` in torchao's FP8, one scale per tensor; emulated where there are no FP8 tensor cores."""
+def torchao_float8(module: nn.Module, device: torch.device, scaling: str = "tensorwise") -> nn.Module:
+    """All linear layers within `module` in torchao's FP8, one scale per tensor or, with `"rowwise"`, per row; emulated where there are
+    no FP8 tensor cores."""
     float8 = peer("torchao.float8")
-    config = float8.Float8LinearConfig(emulate=device.type != "cuda")
-    return float8.convert_to_float8_training(module, config=config)
+    config = float8.Float8LinearConfig.from_recipe_name(scaling)
+    return float8.convert_to_float8_training(module, config=dataclasses.replace(config, emulate=device.type != "cuda"))
 
 
 def transformer_engine_linear(
