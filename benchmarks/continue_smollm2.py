@@ -22,6 +22,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import octavo
 from octavo.bench.peers import torchao_float8
 from octavo.models.layers import Linear
@@ -79,9 +81,9 @@ def tables(recipe: str, records: list[dict[str, Any]]) -> tuple[list[dict[str, A
     return list(losses.values()), casts
 
 
-def back_from_torchao(model: Any) -> None:
+def back_from_torchao(model: nn.Module) -> None:
     """Let the layers compute in BF16 again; torchao kept their parameters as they were."""
-    for module in model.blocks.modules():
+    for module in model.modules():
         if type(module).__name__ == "Float8Linear":
             module.__class__ = Linear
 
@@ -112,7 +114,7 @@ def main() -> None:
         sets = [*arguments.set, f"recipe={'bf16' if scaling else recipe}", f"out={arguments.out}/{recipe}"]
         trainer = Trainer(override(run_config(arguments), sets), resume=True)
         if scaling:
-            torchao_float8(trainer.model.blocks, trainer.device, scaling)
+            torchao_float8(trainer.model.get_submodule("blocks"), trainer.device, scaling)
         trainer.run()
         rows, counted = tables(recipe, read_metrics(trainer.folder / "metrics.jsonl"))
         losses, casts = losses + rows, casts + counted

@@ -1,6 +1,7 @@
 """`octavo bench` on a CPU with tiny shapes: every benchmark runs, is checked and leaves its rows."""
 
 import csv
+import dataclasses
 import sys
 import types
 
@@ -107,7 +108,16 @@ def test_a_wrong_result_fails_the_run(monkeypatch, tmp_path, capsys, seed):
     def convert(module, config):
         return Doubled(module[0].in_features, module[0].out_features, bias=False, dtype=module[0].weight.dtype)
 
-    fake = types.SimpleNamespace(Float8LinearConfig=lambda emulate: None, convert_to_float8_training=convert)
+    @dataclasses.dataclass
+    class Config:
+        emulate: bool = False
+
+        @classmethod
+        def from_recipe_name(cls, name):
+            assert name == "tensorwise"
+            return cls()
+
+    fake = types.SimpleNamespace(Float8LinearConfig=Config, convert_to_float8_training=convert)
     monkeypatch.setattr("octavo.bench.peers.peer", lambda name: fake)
     assert main(["bench", "linear", *TINY, "--shapes", "32x32", "--only", "torchao", "--tokens", "32"]) == 1
     out, err = capsys.readouterr()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from octavo.convert import convert, convert_report, export, initialize
 from octavo.formats import E4M3
-from octavo.linear import FP8Conv1D, FP8Linear
+from octavo.linear import FP8Conv1D, FP8Linear, HeadLinear
 from octavo.memory import memory_report
 from octavo.optim import Adam, AdamW
 from octavo.recipe import O1, O2, PAPER, RECIPES, Recipe
@@ -547,7 +547,7 @@ def test_F19_tied_weights_stay_tied(recipe, seed, tmp_path):
     model = GPT()
     address = model.embedding.weight.data_ptr()
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), recipe)
-    assert model.lm_head.weight is model.embedding.weight and type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.embedding.weight and type(model.lm_head) is HeadLinear
     assert model.embedding.weight.data_ptr() == address
     step(model, optimizer, seed)
     assert len(optimizer.state) == len(list(model.parameters()))

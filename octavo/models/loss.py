@@ -222,6 +222,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, count = ctx.saved_tensors
         factor = grad_outputs[0] / count
-        dx = None if dx is None else (dx.float() * factor).to(dx.dtype)
-        dw = None if dw is None else (dw * factor).to(ctx.weight_dtype)
+        dx = None if dx is None else _times(dx, factor, dx.dtype)
+        dw = None if dw is None else _times(dw, factor, ctx.weight_dtype)
         return dx, dw, None, None, None, None, None
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x · factor, FP32 0-d, made in FP32 and rounded to `dtype`; on a GPU in one pass.
+
+    (A tensor without dims would not widen the product. With one, BF16 · FP32 is FP32, and what it is written to rounds it.)
+    """
+    return torch.mul(x, factor.reshape(1), out=torch.empty(x.shape, dtype=dtype, device=x.device))
