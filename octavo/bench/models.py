@@ -1,6 +1,7 @@
 """`octavo bench block` and `octavo bench step`: octavo's own decoder, beside BF16 and torchao's FP8 of the same model.
 
-    block   N layers of a size and its head, forward and backward; compared with compiled BF16 that has BF16 parameters
+    block   N layers of a size and its head, forward and backward; parameters are BF16, all of the compared compiled BF16, and of
+            octavo those that it does not convert
     step    the same with clipping to norm 1 and the optimizer, over micro-batches; compared with BF16 that has FP32 parameters and states
 
 All variants begin with the same weights, see the same random tokens, take the fastest attention and the loss in chunks. The loss of the
@@ -24,7 +25,7 @@ from octavo.bench.profile import profile
 from octavo.bench.rows import Row
 from octavo.bench.run import SEED, Run
 from octavo.bench.timing import captured
-from octavo.convert import initialize
+from octavo.convert import convert, initialize
 from octavo.convert.break_even import Left, deciding_by, named
 from octavo.models import Transformer, TransformerConfig
 from octavo.optim import AdamW, clip_grad_norm_, release_gradients
@@ -99,6 +100,13 @@ def build_octavo(run: Run, config: TransformerConfig) -> Transformer:
     return Transformer.build(config, run.recipe, run.device, SEED)
 
 
+def convert_plain(run: Run, config: TransformerConfig) -> Transformer:
+    """A model with BF16 parameters in the recipe of the run: what is not converted keeps them, as in a user's own model."""
+    model = Transformer.build(config, None, run.device, SEED).to(torch.bfloat16)
+    convert(model, run.recipe)
+    return model
+
+
 def baseline_losses(run: Run, works: list[Workload]) -> list[float]:
     """The losses of BF16 for the same weights and tokens; all works have the same model."""
     model = build_plain(run, works[0].model)
@@ -117,7 +125,7 @@ def run_block(run: Run, work: Workload) -> None:
     (expected,) = baseline_losses(run, [work])
     variants: dict[str, Callable[[Run, TransformerConfig], Transformer]] = {
         BASELINE: build_plain,
-        f"octavo {run.recipe.name}": build_octavo,
+        f"octavo {run.recipe.name}": convert_plain,
         TORCHAO: build_torchao,
     }
     baseline_mode = "compiled" if "compiled" in run.modes else "eager"
