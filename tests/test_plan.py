@@ -166,7 +166,7 @@ def test_each_saving_saves():
         peaks.append(plan_of("gpt_7b", "train.micro_batches=1", "data.micro_batch=2", *settings).tape.peak)
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
     eager = plan_of("gpt_7b", "train.micro_batches=1", "data.micro_batch=2", "train.compile=false")
-    assert eager.tape.at_peak["weight copies"] > base.tape.at_peak["weight copies"]
+    assert eager.tape.at_peak["weight copies"] > base.tape.at_peak.get("weight copies", 0)
     assert set(base.tape.at_peak) <= set(KINDS) and sum(base.tape.at_peak.values()) == base.tape.peak
 
 
