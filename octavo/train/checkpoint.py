@@ -39,6 +39,8 @@ from octavo.tensor import ScaledTensor
 from octavo.train.config import TrainConfig
 
 META = "meta.json"
+FOLDER = "checkpoints"
+"""Of a run, below its own."""
 LEFT = "left"
 """Entry of `META`: shapes (inputs, outputs) of the linear layers that stayed as they are for their speed; none in older checkpoints."""
 ENTRIES = {"step": int, "config": dict, "stream": dict, "checksums": dict}

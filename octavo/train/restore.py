@@ -40,7 +40,7 @@ class SavedRun:
     def open(cls, path: str | Path) -> SavedRun:
         """The checkpoint at `path`, or the newest of the run at `path`. Raises `ValueError` if there is none, or it is damaged."""
         path = Path(path).expanduser()
-        found = path if (path / checkpoint.META).is_file() else checkpoint.latest(path / "checkpoints")
+        found = path if (path / checkpoint.META).is_file() else checkpoint.latest(path / checkpoint.FOLDER)
         if found is None:
             raise ValueError(
                 f"{path} holds no checkpoint: give the folder of a run of octavo train, or of one of its checkpoints"

@@ -20,9 +20,6 @@ import contextlib
 import json
 import math
 import shutil
-import statistics
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,30 +31,15 @@ from octavo.convert.break_even import named
 from octavo.convert.layers import left_for_speed
 from octavo.distributed import DataParallel
 from octavo.distributed.launch import join
-from octavo.distributed.samples import Loss
-from octavo.formats import NumericsError
-from octavo.linear import collect_stats
 from octavo.memory import MemoryReport, memory_report
 from octavo.optim import clip_grad_norm_
 from octavo.settings import to_dict
-from octavo.tensor import ScaledTensor
 from octavo.train import checkpoint
 from octavo.train.config import TrainConfig
 from octavo.train.data import Data
 from octavo.train.ledger import StepLedger
-from octavo.train.metrics import (
-    MetricsLog,
-    Silent,
-    device_memory,
-    gradient_stats,
-    group_reduction,
-    group_stats,
-    peak_of,
-    read_metrics,
-    smoothed_loss,
-    throughput,
-)
-from octavo.train.progress import Progress
+from octavo.train.metrics import peak_of, read_metrics, smoothed_loss
+from octavo.train.reports import Reports
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import (
     build_model,
@@ -106,7 +88,7 @@ class Trainer:
         self.place = join(config.device, config.train.timeout)
         self.folder = run_folder(config.out)
         self.step = 0
-        self._checkpoints = self.folder / "checkpoints"
+        self._checkpoints = self.folder / checkpoint.FOLDER
         self._replace = replace
         found = None if replace else checkpoint.latest(self._checkpoints)
         if found is not None and not resume:
@@ -154,23 +136,27 @@ class Trainer:
             self._load(found, meta)
         if config.train.compile:
             self.model.compile_blocks()
-        self._tokens = meta.get("tokens", self.step * config.tokens_per_step), self.step
-        self._sent = sum(self.parallel.wire.values())
-        self._ledger = StepLedger(meta.get("skipped", 0), meta.get("in_a_row", 0), self.place.mean)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        self._peak = peak_of(name)
+        peak = peak_of(name)
+        self._reports = Reports(
+            config,
+            self.folder,
+            self.model,
+            self.parallel,
+            self.place,
+            StepLedger(meta.get("skipped", 0), meta.get("in_a_row", 0), self.place.mean),
+            step=self.step,
+            tokens=meta.get("tokens", self.step * config.tokens_per_step),
+            flops=self.model.flops_per_token(config.data.seq_len),
+            peak=peak,
+        )
         self._info = {
             "config": self._settings,
             "versions": versions(),
             "device": name,
             "ranks": self.place.world,
-            "peak": self._peak and vars(self._peak),
+            "peak": peak and vars(peak),
         }
-        self._memory: MemoryReport | None = None
-        self._stats: dict[str, Any] | None = None
-        self._losses: dict[str, Loss] = {}
-        self._scales: dict[str, Tensor] = {}
-        self._rates: list[float] = []
         self._val_loss: float | None = None
 
     def run(self) -> RunResult:
@@ -179,24 +165,13 @@ class Trainer:
         Raises `NumericsError` after `optim.max_skipped` skipped steps in a row and `checkpoint.CheckpointError` when the last
         checkpoint cannot be written; one that fails on the way is reported and training goes on.
         """
-        config = self.config
+        config, reports = self.config, self._reports
         self.place.on_first(self._prepare_folder)
-        first = self.place.is_first
-        with (
-            contextlib.closing(
-                MetricsLog(self.folder, self.step, config.log.tensorboard) if first else Silent()
-            ) as self._log,
-            (
-                Progress(f"{config.name} {config.recipe.name}", config.train.steps, self.step) if first else Silent()
-            ) as self._progress,
-            deterministic(config.train.deterministic),
-            stop_on_signal() as stop,
-        ):
+        with reports.open(), deterministic(config.train.deterministic), stop_on_signal() as stop:
             if self._left:
-                self._progress.note(
+                reports.note(
                     f"FP8 is slower for layers {named(self._left)}: they stay as they are (model.break_even=none converts them)"
                 )
-            self._clock, self._clock_step = time.perf_counter(), self.step
             self._loop(stop)
             if self.step == config.train.steps:
                 self._validate()
@@ -204,15 +179,15 @@ class Trainer:
             stopped_by = stop.signal
             if self.step < config.train.steps:
                 stopped_by = stopped_by or "a signal to another rank"
-                self._progress.note(f"stopped by {stopped_by} after step {self.step}; continue with --resume")
+                reports.note(f"stopped by {stopped_by} after step {self.step}; continue with --resume")
         self.place.leave()
         return RunResult(
             step=self.step,
             stopped_by=stopped_by,
-            train_loss=smoothed_loss(read_metrics(self._log.path)) if first else math.nan,
+            train_loss=smoothed_loss(read_metrics(reports.path)) if self.place.is_first else math.nan,
             val_loss=self._val_loss,
-            tokens_per_s=statistics.median(self._rates[1:]) if len(self._rates) > 1 else math.nan,
-            memory=self._memory,
+            tokens_per_s=reports.tokens_per_s,
+            memory=reports.memory,
             checkpoint=checkpoint.latest(self._checkpoints),
         )
 
@@ -228,17 +203,17 @@ class Trainer:
         config = self.config
         while self.step < config.train.steps and not self.place.any_so_far(bool(stop)):
             self._train_step()
-            self._progress.step(self.step)
+            self._reports.advance(self.step)
             last = self.step == config.train.steps
             if last or _due(self.step, config.log.every):
-                self._report()
+                self._reports.log_step(self.device, self.data.epochs)
             if not last and _due(self.step, config.train.eval_every):
                 self._validate()
             if not last and _due(self.step, config.checkpoint.every):
                 try:
                     self._save()
                 except checkpoint.CheckpointError as error:
-                    self._progress.note(f"warning: {error}; training goes on")
+                    self._reports.note(f"warning: {error}; training goes on")
 
     def _train_step(self) -> None:
         config = self.config
@@ -249,7 +224,7 @@ class Trainer:
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         count = config.recipe.converts and _due(self.step, config.log.stats_every)
-        with self._counting() if count else contextlib.nullcontext():
+        with self._reports.counting() if count else contextlib.nullcontext():
             for number in range(1, config.train.micro_batches + 1):
                 last = number == config.train.micro_batches
                 with contextlib.nullcontext() if last else self.parallel.no_sync():
@@ -265,91 +240,10 @@ class Trainer:
             )
         if _due(self.step, config.log.every):
             # Before the optimizer's step, which drops the cached weight codes: all that a step needs is alive here.
-            self._memory = memory_report(self.model, self.optimizer)
+            self._reports.memory = memory_report(self.model, self.optimizer)
         if self._release is None:
             self.optimizer.step()
-        self._ledger.add(self.step, lr, torch.stack(losses).sum(), norm, self.optimizer.skipped_steps)
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        # Compiled blocks would be compiled anew for their counters, so this step runs uncompiled.
-        with (
-            torch.compiler.set_stance("force_eager"),
-            collect_stats(self.model) as self._stats,
-            self.parallel.measure() as self._losses,
-        ):
-            yield
-        grads = ((name, param.grad) for name, param in self.model.named_parameters())
-        # Copied, as clipping changes them in place.
-        self._scales = {name: grad.scale.clone() for name, grad in grads if isinstance(grad, ScaledTensor)}
-
-    def _read(self) -> float:
-        """Wait for the device, write the records of the steps since the last call, and return their mean loss."""
-        steps = self._ledger.read()
-        for numbers in steps:
-            self._log.write(
-                {
-                    "step": numbers.step,
-                    "tokens": self._tokens_at(numbers.step),
-                    "loss": numbers.loss,
-                    "grad_norm": numbers.grad_norm,
-                    "lr": numbers.lr,
-                    "skipped": numbers.skipped,
-                }
-            )
-        self._log.flush()
-        for numbers in steps:
-            if numbers.in_a_row >= self.config.optim.max_skipped:
-                raise NumericsError(
-                    f"steps {numbers.step - numbers.in_a_row + 1} to {numbers.step} all had a non-finite gradient (last loss "
-                    f"{numbers.loss:g}) and were skipped, so the weights have not changed since: look at the data of these steps "
-                    f"or lower optim.lr; the last good checkpoint is {checkpoint.latest(self._checkpoints) or 'none'}"
-                )
-        losses = [numbers.loss for numbers in steps if math.isfinite(numbers.loss)]
-        return statistics.fmean(losses) if losses else math.nan
-
-    def _tokens_at(self, step: int) -> int:
-        """Tokens that all ranks together have trained on; before a resume there may have been another number of them."""
-        tokens, start = self._tokens
-        return tokens + (step - start) * self.config.tokens_per_step * self.place.world
-
-    def _report(self) -> None:
-        """A log step: what depends on the machine, to the metrics and to the user."""
-        loss = self._read()
-        seconds, steps = time.perf_counter() - self._clock, self.step - self._clock_step
-        rates = throughput(
-            steps * self.config.tokens_per_step,
-            seconds,
-            self.model.flops_per_token(self.config.data.seq_len),
-            self._peak,
-        )
-        rates["tokens_per_s"] *= self.place.world
-        self._rates.append(rates["tokens_per_s"])
-        record: dict[str, Any] = {"step": self.step, **rates, "device_memory": device_memory(self.device)}
-        record["epochs"] = self.data.epochs
-        if self._memory is not None:
-            record["memory"] = {kind: size for kind, size in self._memory.by_kind.items() if size}
-        if self._stats is not None:
-            report = {} if self.place.world == 1 else self.parallel.autoscale.report()
-            record["gradients"] = gradient_stats(self._scales, report, self._losses)
-            record["casts"], self._stats = group_stats(self._stats), None
-        sent = sum(self.parallel.wire.values())
-        if self.place.world > 1:
-            record["wire"] = dict(self.parallel.wire)
-            record["reduction"] = group_reduction(self.parallel.autoscale.report())
-        self._log.write(record)
-        self._log.flush()
-        self._progress.report(
-            self.step,
-            loss,
-            rates["tokens_per_s"],
-            record["device_memory"],
-            self._ledger.skipped,
-            rates.get("mfu_bf16"),
-            (sent - self._sent) / steps,
-        )
-        self._sent = sent
-        self._clock, self._clock_step = time.perf_counter(), self.step
+        self._reports.ledger.add(self.step, lr, torch.stack(losses).sum(), norm, self.optimizer.skipped_steps)
 
     @torch.no_grad()
     def validation_loss(self) -> float:
@@ -360,26 +254,24 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     def _validate(self) -> None:
-        with self._off_the_clock():
+        with self._reports.off_the_clock():
             self._val_loss = self.validation_loss()
-            self._log.write({"step": self.step, "val_loss": self._val_loss})
-            self._log.flush()
-            self._progress.note(f"step {self.step}  validation loss {self._val_loss:.4f}")
+            self._reports.validated(self.step, self._val_loss)
 
     def _save(self) -> None:
         newest = checkpoint.latest(self._checkpoints)
         if self.place.share(newest is not None and newest.name == checkpoint.name_of(self.step)):
             return
-        with self._off_the_clock():
+        with self._reports.off_the_clock():
             meta = {
                 "step": self.step,
                 "config": self._settings,
                 "versions": versions(),
                 checkpoint.LEFT: self._left,
                 "stream": self.data.state_dict(),
-                "skipped": self._ledger.skipped,
-                "in_a_row": self._ledger.in_a_row,
-                "tokens": self._tokens_at(self.step),
+                "skipped": self._reports.ledger.skipped,
+                "in_a_row": self._reports.ledger.in_a_row,
+                "tokens": self._reports.tokens_at(self.step),
             }
             tensors = {**checkpoint.plain_tensors(self.model, self.optimizer), **self._extra_tensors()}
             checkpoint.save(self._checkpoints, self.step, tensors, meta, self.config.checkpoint.keep, self.place)
@@ -398,14 +290,6 @@ class Trainer:
         )
         self.data.load_state_dict(meta["stream"])
         self.step = meta["step"]
-
-    @contextlib.contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        """Leave what happens inside out of tokens per second. The device has finished the steps before it starts."""
-        self._read()
-        start = time.perf_counter()
-        yield
-        self._clock += time.perf_counter() - start
 
 
 def _due(step: int, every: int | None) -> bool:
