@@ -45,7 +45,8 @@ def _assign(config: Any, names: list[str], text: str, path: str) -> Any:
     name, *rest = names
     kinds = _kinds(type(config))
     if name not in kinds:
-        raise ValueError(f"no setting is called {path!r}; {_closest(name, path, list(kinds))}")
+        group = path.removesuffix(".".join(names))
+        raise ValueError(f"no setting is called {path!r}; {_closest(name, group, list(kinds))}")
     value, kind = getattr(config, _attribute(name)), kinds[name]
     new: Any
     if rest and typing.get_origin(kind) is dict:
@@ -85,7 +86,7 @@ def _assign_entry(entries: dict[str, Any], kind: Any, names: list[str], text: st
         nested = inner if isinstance(inner, dict) else {}
         return {**entries, name: _assign_entry(nested, Any, rest, text, path) if rest else _literal(text)}
     if name not in entries:
-        raise ValueError(f"no setting is called {path!r}; {_closest(name, name, list(entries))}")
+        raise ValueError(f"no setting is called {path!r}; {_closest(name, '', list(entries))}")
     if not rest:
         raise ValueError(f"{path} is a group of settings; set one of {', '.join(_kinds(kind))} in it")
     return {**entries, name: _assign(entries[name], rest, text, path)}
@@ -98,8 +99,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _closest(name: str, path: str, known: list[str]) -> str:
-    prefix = path.removesuffix(name)
+def _closest(name: str, prefix: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(prefix + other for other in close) + "?"
@@ -140,7 +140,7 @@ def _parse(kind: Any, text: str, path: str) -> Any:
 
 def _choose(path: str, text: str, choices: dict[str, Any]) -> Any:
     if text not in choices:
-        raise ValueError(f"{path} cannot be {text!r}; {_closest(text, text, list(choices))}")
+        raise ValueError(f"{path} cannot be {text!r}; {_closest(text, '', list(choices))}")
     return choices[text]
 
 
@@ -165,7 +165,7 @@ def from_dict(kind: type[C], values: dict[str, Any], path: str = "") -> C:
     kinds = _kinds(kind)
     for name in values:
         if name not in kinds:
-            raise ValueError(f"no setting is called {_join(path, name)!r}; {_closest(name, name, list(kinds))}")
+            raise ValueError(f"no setting is called {_join(path, name)!r}; {_closest(name, '', list(kinds))}")
     return kind(
         **{_attribute(name): _from_json(kinds[name], value, _join(path, name)) for name, value in values.items()}
     )

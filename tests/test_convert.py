@@ -537,6 +537,23 @@ def test_whole_modules_pickle(seed):
     assert torch.equal(torch.load(file, weights_only=False)(x), y)
 
 
+@LEVELS
+def test_export_names_parametrizations_that_it_would_cut_off(recipe, seed):
+    model = convert(GPT(), recipe)
+    name, layer = next(
+        (name, module) for name, module in model.named_modules() if isinstance(module, FP8Linear | HeadLinear)
+    )
+    if isinstance(layer.weight, ScaledTensor):
+        layer = model.lm_head
+        name = "lm_head"
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(ValueError, match=rf"{name} got a parametrization after convert.*remove_parametrizations"):
+        export(model)
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    export(model)
+    assert not any(isinstance(module, FP8Linear | HeadLinear) for module in model.modules())
+
+
 # --- tied weights
 
 

@@ -330,6 +330,16 @@ def test_backward_is_not_differentiated_twice(seed):
         dx.square().sum().backward()
 
 
+def test_nor_is_that_of_a_constant(seed):
+    """The gradient of a sum does not depend on the gradient of the output, but on the weight."""
+    layer, x = make(32, 16, O2), torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+    layer(x).sum().backward(create_graph=True)  # allowed, if nobody goes on from there
+    assert layer.weight.grad is not None
+
+
 @pytest.mark.parametrize("move", ["to", "float", "share_memory", "dtype"])
 @LEVELS
 def test_what_hangs_on_a_weight_survives_a_move(recipe, move, seed):

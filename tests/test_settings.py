@@ -66,6 +66,11 @@ def test_wrong_override_names_the_remedy(assignment: str, words: list[str]) -> N
         assert word in str(error.value)
 
 
+def test_a_wrong_first_part_is_named_alone() -> None:
+    with pytest.raises(ValueError, match=r"no setting is called 'leafs.oak.size'; did you mean leaves\?"):
+        override(TREE, ["leafs.oak.size=1"])
+
+
 def test_round_trip() -> None:
     tree = override(TREE, ["leaves.oak.names=x,y", "leaves.ash.arguments.a.b=null", "text=none"])
     assert from_dict(Tree, json.loads(json.dumps(to_dict(tree)))) == tree

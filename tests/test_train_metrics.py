@@ -119,6 +119,24 @@ def test_full_disk_warns_and_keeps_the_lines(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(log.path)] == [1, 2]
 
 
+def test_full_disk_ends_the_events_of_tensorboard_and_nothing_else(tmp_path: Path) -> None:
+    class Full:
+        def add_scalar(self, *_: object) -> None:
+            raise OSError("No space left on device")
+
+        close = add_scalar
+
+    log = MetricsLog(tmp_path, tensorboard=False)
+    log._board = Full()
+    with pytest.warns(UserWarning, match="tensorboard cannot be written .*No space left.*metrics.jsonl has all"):
+        log.write({"step": 1, "loss": 1.0})
+    log.write({"step": 2, "loss": 0.5})
+    log._board = Full()
+    with pytest.warns(UserWarning, match="tensorboard cannot be written"):
+        log.close()
+    assert [record["step"] for record in read_metrics(log.path)] == [1, 2]
+
+
 def test_smoothed_loss_is_the_mean_of_the_last_tenth_without_skipped_steps() -> None:
     records = [{"step": step, "loss": float(step)} for step in range(1, 101)]
     assert smoothed_loss(records) == sum(range(91, 101)) / 10

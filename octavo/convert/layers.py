@@ -12,6 +12,7 @@ import sys
 import warnings
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.convert.break_even import BreakEven, Rule, TooSlow, default_rule
 from octavo.convert.policy import (
@@ -113,9 +114,17 @@ def export(model: nn.Module) -> nn.Module:
     """Turn the model back, in place: plain classes, plain parameters with the real values, plain gradients. Returns it.
 
     A weight gets the dtype that it had; to keep the 11 mantissa bits of a FP16 master in a BF16 model, take
-    `state_dict()`, which is FP32. Raises `ValueError`, before anything changes, if a weight is in use (see `convert`).
+    `state_dict()`, which is FP32. Raises `ValueError`, before anything changes, if a weight is in use (see `convert`) or has a
+    parametrization.
     """
-    layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, FP8Linear)}
+    ours = {fqn: module for fqn, module in model.named_modules() if isinstance(module, FP8Linear | HeadLinear)}
+    parametrized = [fqn for fqn, module in ours.items() if is_parametrized(module)]
+    if parametrized:
+        raise ValueError(
+            f"{', '.join(parametrized)} got a parametrization after convert, which export would cut off: take it away before, by "
+            'torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")'
+        )
+    layers = {fqn: module for fqn, module in ours.items() if isinstance(module, FP8Linear)}
     _check_replaceable({fqn: layer for fqn, layer in layers.items() if isinstance(layer.weight, ScaledTensor)})
     for module in model.modules():
         module.__dict__.pop(SKIPPED, None)

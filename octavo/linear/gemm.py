@@ -57,12 +57,17 @@ class Gemms(NamedTuple):
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable`, whose change of grad mode costs the host as much as a launch, only where autograd records backward."""
+    """`once_differentiable`, whose change of grad mode costs the host as much as a launch, only where autograd records backward.
+
+    There it guards results of constant gradients too: they depend on the weight and the input, of which `once_differentiable` knows nothing.
+    """
     guarded = once_differentiable(backward)
 
     @wraps(backward)
-    def choose(ctx: Any, *gradients: Tensor) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+    def choose(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        return guarded(ctx, *(None if one is None else one.detach().requires_grad_() for one in gradients))
 
     return choose
 

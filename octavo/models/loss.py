@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from octavo.formats import Format
+from octavo.linear.gemm import differentiable_once
 from octavo.models.head_gradients import FP8Gradients, unit_scale
 
 IGNORE = -100
@@ -218,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss / count
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, count = ctx.saved_tensors
         factor = grad_outputs[0] / count

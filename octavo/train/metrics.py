@@ -98,7 +98,8 @@ class MetricsLog:
     """Records of a run in `folder/metrics.jsonl`, one JSON object a line, and as TensorBoard events in `folder/tensorboard`.
 
     A run that resumes at `step` drops the records after it, so that the file reads as if the run had never stopped. Numbers that
-    are not finite are written as null, which is JSON. A full disk costs a warning and no step: the lines wait for the next flush.
+    are not finite are written as null, which is JSON. A full disk costs a warning and no step: the lines wait for the next flush, and
+    the TensorBoard events end there.
     """
 
     def __init__(self, folder: Path, step: int = 0, tensorboard: bool = True) -> None:
@@ -112,8 +113,11 @@ class MetricsLog:
         """Add one record; it must have `step`."""
         self._pending += _line(record).encode()
         if self._board is not None:
-            for name, value in _scalars(record):
-                self._board.add_scalar(name, value, record["step"])
+            try:
+                for name, value in _scalars(record):
+                    self._board.add_scalar(name, value, record["step"])
+            except OSError as error:
+                self._end_board(error)
 
     def flush(self) -> None:
         """Hand all records to the operating system."""
@@ -131,7 +135,18 @@ class MetricsLog:
         self.flush()
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            try:
+                self._board.close()
+            except OSError as error:
+                self._end_board(error)
+
+    def _end_board(self, error: OSError) -> None:
+        """Its thread is dead after the first failure."""
+        self._board = None
+        folder = self.path.with_name("tensorboard")
+        warnings.warn(
+            f"{folder} cannot be written ({error}): its events end here, {self.path.name} has all", stacklevel=3
+        )
 
 
 class Silent:
