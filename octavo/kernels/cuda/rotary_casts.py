@@ -15,8 +15,9 @@ that each gradient is loaded once. The table is FP32 and shared by all heads, 8 
 it would be more than all else that is read, and in registers it leaves no room. So a program takes the same pairs of `TURNS` heads one
 after the other, and finds their angles in the first cache, which gradients pass by.
 
-On Hopper the first launch has 128 registers a thread, of four blocks on a multiprocessor, and some 18 instructions an element, 13 where
-nothing is turned, of the 28 for which its bytes leave time. A column sum is at most 128 + M / 1,024 + 10 roundings deep.
+On Hopper the first launch has 128 registers a thread, of four blocks on a multiprocessor, and 15 instructions an element, 10 where
+nothing is turned, of the 28 for which its bytes leave time; 20 with column sums. One of these is at most 128 + M / 1,024 + 10 roundings
+deep.
 """
 
 from __future__ import annotations
@@ -72,21 +73,18 @@ WORDS = 1024
 
 
 @triton.jit
-def _rows(tile, block, m_size, tokens, PAIRS: tl.constexpr, WHOLE: tl.constexpr, REPEAT: tl.constexpr,
-          TILE_M: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
+def _rows(
+    tile, block, m_size, tokens,
+    PAIRS: tl.constexpr, WHOLE: tl.constexpr, REPEAT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
     """(rows, their sequences, places in these, whether the rows are some, channels of the first halves) of the tiles of a program."""
     m = tile_rows(tile, REPEAT, TILE_M)
     if WHOLE:  # All rows are of one sequence.
         batch = (tile * TILE_M).to(tl.int32) // tokens
     else:
         batch = m.to(tl.int32) // tokens
-    return (
-        m,
-        batch,
-        m.to(tl.int32) - batch * tokens,
-        (m < m_size)[:, None],
-        block * PAIRS + tl.arange(0, TILE_K) % PAIRS,
-    )
+    channel = block * PAIRS + tl.arange(0, TILE_K) % PAIRS
+    return m, batch, m.to(tl.int32) - batch * tokens, (m < m_size)[:, None], channel
 
 
 @triton.jit
@@ -229,7 +227,8 @@ def _rotary_settle_kernel(
                 )  # fmt: skip
 
 
-# At 128 registers a thread four blocks run on a multiprocessor. Masks, sums and narrow heads take up to 168, of three.
+# At 128 registers a thread four blocks run on a multiprocessor. Masks, sums and narrow heads take up to 168, of three. (The second launch
+# has two that go to the stack, once in a program's tiles.)
 _launch_cast = Launcher(_rotary_cast_kernel, num_warps=4, enable_fp_fusion=False, maxnreg=128)
 _launch_large_cast = Launcher(_rotary_cast_kernel, num_warps=4, enable_fp_fusion=False)
 _launch_settle = Launcher(_rotary_settle_kernel, num_warps=4, enable_fp_fusion=False, maxnreg=128)
