@@ -15,9 +15,9 @@ that each gradient is loaded once. The table is FP32 and shared by all heads, 8 
 it would be more than all else that is read, and in registers it leaves no room. So a program takes the same pairs of `TURNS` heads one
 after the other, and finds their angles in the first cache, which gradients pass by.
 
-On Hopper the first launch has 128 registers a thread, of four blocks on a multiprocessor, and 15 instructions an element, 10 where
-nothing is turned, of the 28 for which its bytes leave time; 20 with column sums. One of these is at most 128 + M / 1,024 + 10 roundings
-deep.
+On Hopper both launches have 128 registers a thread, of four blocks on a multiprocessor. The first has 16 instructions an element, 11 where
+nothing is turned, of the 28 for which its bytes leave time; 24 with column sums, whose tiles are narrow. A sum is at most
+128 + M / 1,024 + 10 roundings deep.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _rotary_cast_kernel(
     if hint_ptr is not None:
         scale = hinted_scale(hint_ptr)
     largest = tl.full((), 0, tl.int32)
-    for turn in range(TURNS):
+    for turn in tl.range(TURNS, disable_licm=True):
         x, y, k = _turned_back(
             index + turn, m, batch, place, inside, channel, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
             heads, groups, tiles_q, tiles_g, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, BATCHED, HALF, PAIRS, WHOLE, TILE_K,
@@ -215,7 +215,7 @@ def _rotary_settle_kernel(
             m, batch, place, inside, channel = _rows(
                 tile, column % BLOCKS, m_size, tokens, PAIRS, WHOLE, REPEAT, TILE_M, TILE_K
             )
-            for turn in range(TURNS):
+            for turn in tl.range(TURNS, disable_licm=True):
                 x, y, k = _turned_back(
                     index + turn, m, batch, place, inside, channel, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
                     heads, groups, tiles_q, tiles_g, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
@@ -227,12 +227,10 @@ def _rotary_settle_kernel(
                 )  # fmt: skip
 
 
-# At 128 registers a thread four blocks run on a multiprocessor. Masks, sums and narrow heads take up to 168, of three. (The second launch
-# has two that go to the stack, once in a program's tiles.)
+# At 128 registers a thread four blocks run on a multiprocessor. What is invariant in the loop over heads stays there (`disable_licm`), for
+# hoisted it would go to the stack; with masks or gradients in FP32 a few words still do.
 _launch_cast = Launcher(_rotary_cast_kernel, num_warps=4, enable_fp_fusion=False, maxnreg=128)
-_launch_large_cast = Launcher(_rotary_cast_kernel, num_warps=4, enable_fp_fusion=False)
 _launch_settle = Launcher(_rotary_settle_kernel, num_warps=4, enable_fp_fusion=False, maxnreg=128)
-_launch_large_settle = Launcher(_rotary_settle_kernel, num_warps=4, enable_fp_fusion=False)
 
 
 def rotary_backward_quantize(
@@ -279,10 +277,7 @@ def rotary_backward_quantize(
     constants = fmt.max, fmt.mantissa_bits, cos is not None and cos.dim() == 3, half, pairs, whole
     tiling = group_of(tiles_m), turns, REPEAT, TILE_M, TILE_K
     tensors = *gradients, *table, hint, codes, codes_t, parts
-    small = whole and pairs == TILE_K
-    launch = _launch_cast if small and sums is None else _launch_large_cast
-    launch(programs, (*tensors, sums), *sizes, *constants, *tiling)
-    launch = _launch_settle if small else _launch_large_settle
+    _launch_cast(programs, (*tensors, sums), *sizes, *constants, *tiling)
     outputs, settlers = (*tensors, scale, inverse), min(programs, SETTLE_PROGRAMS)
-    launch(settlers, outputs, *sizes, programs, *constants, *tiling, power_of_two, WORDS)
+    _launch_settle(settlers, outputs, *sizes, programs, *constants, *tiling, power_of_two, WORDS)
     return codes, codes_t, scale, inverse, None if sums is None or column_sum is None else add_rows(sums, k, column_sum)
