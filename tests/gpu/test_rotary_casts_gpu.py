@@ -98,6 +98,14 @@ def test_heads_that_do_not(cuda, shape, seed):
         check(cuda, *inputs(*shape, batched=batched), E5M2, [HIGH], hinted=False)
 
 
+def test_few_programs_settle_many_parts(cuda, monkeypatch, seed):
+    from octavo.kernels.cuda import rotary_casts
+
+    for name, value in (("SETTLE_PROGRAMS", 3), ("WORDS", 4)):
+        monkeypatch.setattr(rotary_casts, name, value)
+    check(cuda, *inputs(2, 7, 5, 3, 64), E5M2, [HIGH])
+
+
 def test_column_sums_are_the_same_in_every_run(cuda, seed):
     gradients, table = inputs(2, 300, 2, 1, 64)
     sums = [cuda.rotary_backward_quantize(*gradients, *table, E5M2, column_sum=torch.float32)[4] for _ in range(2)]
