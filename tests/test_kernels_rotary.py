@@ -5,6 +5,7 @@ import torch
 from oracle import assert_same_bits, spread_out
 
 from octavo import kernels
+from octavo.formats import E4M3, E5M2
 from octavo.models.layers import _Rotary, rotary_table, rotate
 
 SHAPES = ((2, 7, 3, 1, 8), (1, 1, 1, 1, 2), (3, 5, 4, 2, 6), (1, 33, 12, 12, 64))
@@ -59,6 +60,36 @@ def test_three_gradients_become_one(shape, batched, seed):
         assert_same_bits(amax, kernels.amax(expected))
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_three_gradients_become_is_cast(shape, fmt, seed):
+    """All results of the two steps apart, for each thing that one may ask for."""
+    batch, tokens, heads, groups, channels = shape
+    gradients = [spread_out((batch, tokens, n, channels)).bfloat16() for n in (heads, groups, groups)]
+    angles = table(batch, tokens, channels, True)
+    for turn, power_of_two in ((angles, True), ((None, None), True), (angles, False)):
+        dy = kernels.rotary_backward(*gradients, *turn)[0].view(batch * tokens, -1)
+        for options in ({}, {"row": False, "column_sum": True}, {"col": False, "column_sum": torch.bfloat16}):
+            options["power_of_two"] = power_of_two
+            want = kernels.quantize(dy, fmt, return_inverse=True, **options)
+            hint = torch.zeros((), dtype=torch.int32)
+            for got in (
+                kernels.rotary_backward_quantize(*gradients, *turn, fmt, **options),
+                kernels.rotary_backward_quantize(*gradients, *turn, fmt, hint=hint, **options),
+            ):
+                for one, expected in zip(got, want, strict=True):
+                    assert one is expected is None or assert_same_bits(one, expected) is None
+
+
+def test_values_that_are_not_finite_show_in_the_scale(seed):
+    gradients = [torch.randn(2, 3, n, 8) for n in (4, 2, 2)]
+    for place, bad in ((0, torch.inf), (1, -torch.inf), (2, torch.nan)):
+        broken = [one.clone() for one in gradients]
+        broken[place][1, 2, 1, 5] = bad
+        codes, _, scale, _, inverse = kernels.rotary_backward_quantize(*broken, *table(2, 3, 8, False), E5M2)
+        assert scale.isnan() and inverse.isnan() and codes.float().isfinite().sum() >= codes.numel() - 2
+
+
 def test_in_place_turns_the_same(seed):
     qkv, (cos, sin) = torch.randn(2, 9, 8, 16).bfloat16(), table(2, 9, 16, True)
     want = kernels.rotary(qkv, cos, sin, 6)
@@ -110,6 +141,19 @@ def test_compiled_regions_turn_in_place_and_back(seed):
         assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("options", [{}, {"row": False}, {"col": False, "column_sum": torch.bfloat16}], ids=str)
+def test_compiled_regions_cast_the_same(options, seed):
+    dq, dk, dv = (torch.randn(2, 5, n, 8).bfloat16() for n in (4, 2, 2))
+    cos, sin = table(2, 5, 8, False)
+    hint = torch.zeros((), dtype=torch.int32)
+
+    def step(dq):
+        return kernels.rotary_backward_quantize(2 * dq, dk, dv, cos, sin, E5M2, hint=hint, **options)
+
+    for got, want in zip(torch.compile(step, backend="aot_eager", fullgraph=True)(dq), step(dq), strict=True):
+        assert got is want is None or assert_same_bits(got, want) is None
+
+
 def test_the_operators_are_sound(seed):
     qkv, turned = torch.randn(2, 5, 6, 8), table(2, 5, 8, True)
     torch.library.opcheck(torch.ops.octavo.rotary.default, (qkv, *turned, 4, False))
@@ -117,6 +161,9 @@ def test_the_operators_are_sound(seed):
     for tables in (turned, (None, None)):
         args = (qkv[:, :, :2].transpose(0, 1).contiguous().transpose(0, 1), qkv[:, :, 2:4], qkv[:, :, 4:], *tables)
         torch.library.opcheck(torch.ops.octavo.rotary_backward.default, args)
+        for wanted in ((True, False, True), (False, True, False)):
+            cast = (*args, torch.float8_e5m2, True, *wanted, None)
+            torch.library.opcheck(torch.ops.octavo.rotary_backward_quantize.default, cast)
 
 
 def test_shapes_that_cannot_be_are_said():
@@ -132,7 +179,7 @@ def test_shapes_that_cannot_be_are_said():
     with pytest.raises(ValueError, match=r"twice \[B, T, G, D\]"):
         kernels.rotary_backward(qkv, qkv, qkv[:, :, :2], cos, sin)
     with pytest.raises(ValueError, match="one dtype"):
-        kernels.rotary_backward(qkv, qkv, qkv.half(), cos, sin)
+        kernels.rotary_backward_quantize(qkv, qkv, qkv.half(), cos, sin, E5M2)
 
 
 def test_a_second_derivative_is_refused_not_zero(seed):

@@ -32,7 +32,7 @@ def hints_seen(monkeypatch) -> list[int]:
 
         return call
 
-    for name in ("quantize", "cast_current", "activation_quantize"):
+    for name in ("quantize", "cast_current", "activation_quantize", "rotary_backward_quantize"):
         monkeypatch.setattr(reference, name, spied(getattr(reference, name)))
     return seen
 

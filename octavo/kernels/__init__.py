@@ -37,7 +37,7 @@ from octavo.kernels.reference.cast import scale_shape
 from octavo.kernels.reference.magnitudes import Values
 from octavo.kernels.reference.reduce import ROW, Gradients, Places, Unpacked
 from octavo.kernels.reference.reduce_scalars import MuState
-from octavo.kernels.rotary import rotary, rotary_, rotary_backward
+from octavo.kernels.rotary import rotary, rotary_, rotary_backward, rotary_backward_quantize
 from octavo.kernels.transpose import transpose_codes
 from octavo.kernels.windows import update_windows
 
@@ -88,6 +88,7 @@ __all__ = [
     "rotary",
     "rotary_",
     "rotary_backward",
+    "rotary_backward_quantize",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

@@ -1,10 +1,12 @@
-"""Rotary positions as opaque operators, for `torch.compile`; see `octavo.kernels.ops`."""
+"""Rotary positions as opaque operators, for `torch.compile`; see `octavo.kernels.ops`, and `octavo.kernels.ops_quantize` for a `hint`."""
 
 from __future__ import annotations
 
 import torch
 
+from octavo.formats import Format
 from octavo.kernels.dispatch import backend
+from octavo.kernels.ops import or_empty, padded
 
 
 @torch.library.custom_op(
@@ -42,3 +44,40 @@ def _(dq, dk, dv, cos, sin):
     batch, tokens, heads, channels = dq.shape
     shape = (batch, tokens, heads + 2 * dk.shape[2], channels)
     return dq.new_empty(shape), dq.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "octavo::rotary_backward_quantize",
+    mutates_args=(),
+    schema="(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, ScalarType dtype, bool power_of_two, bool row, bool col,"
+    " bool column_sum, Tensor? hint) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def rotary_backward_quantize(dq, dk, dv, cos, sin, dtype, power_of_two, row, col, column_sum, hint):
+    codes, codes_t, scale, inverse, sums = backend(dq).rotary_backward_quantize(
+        dq,
+        dk,
+        dv,
+        cos,
+        sin,
+        Format.of(dtype),
+        power_of_two=power_of_two,
+        row=row,
+        col=col,
+        column_sum=torch.float32 if column_sum else None,
+        hint=hint,
+    )
+    return or_empty(codes, dq, dtype), or_empty(codes_t, dq, dtype), scale, inverse, or_empty(sums, dq, torch.float32)
+
+
+@rotary_backward_quantize.register_fake
+def _(dq, dk, dv, cos, sin, dtype, power_of_two, row, col, column_sum, hint):
+    batch, tokens, heads, channels = dq.shape
+    columns = (heads + 2 * dk.shape[2]) * channels
+    m, k = padded(batch * tokens), padded(columns)
+    return (
+        dq.new_empty((m, k) if row else 0, dtype=dtype),
+        dq.new_empty((k, m) if col else 0, dtype=dtype),
+        dq.new_empty((), dtype=torch.float32),
+        dq.new_empty((), dtype=torch.float32),
+        dq.new_empty(columns if column_sum else 0, dtype=torch.float32),
+    )

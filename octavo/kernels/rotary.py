@@ -8,13 +8,20 @@ gradient of a rotation is the rotation by the opposite angle. Over heads of 2·D
     rotary_            H + G: in place, for a caller that owns the tensor and tells autograd of the change; a compiler that functionalizes
                        writes it back into the same memory, if it sees that nobody reads what was there
     rotary_backward    H + 2·G: three gradients become one matrix, with no concatenation before it and no pass for its maximum after it
+
+`rotary_backward_quantize` does not even write that matrix, but its codes: 2 + 2 bytes an element where a hint of the scale is right and
+4 + 2 where not, instead of 8.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from octavo.formats import Format
 from octavo.kernels import ops_rotary
 from octavo.kernels.dispatch import backend
 
@@ -62,6 +69,52 @@ def rotary_backward(
 
     Raises `ValueError` for shapes or dtypes that do not match, or as `rotary`.
     """
+    _check_gradients(dq, dk, dv, cos, sin)
+    dq, dk, dv = dq.detach(), dk.detach(), dv.detach()
+    if is_compiling():
+        return ops_rotary.rotary_backward(dq, dk, dv, cos, sin)
+    return backend(dq).rotary_backward(dq, dk, dv, cos, sin)
+
+
+def rotary_backward_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    fmt: Format,
+    *,
+    power_of_two: bool = True,
+    row: bool = True,
+    col: bool = True,
+    column_sum: bool | torch.dtype = False,
+    hint: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """(codes, codes_t, scale, column_sum, inverse) of the gradient of qkv as a matrix [B · T, (H + 2·G) · D], which is not written.
+
+    The results of `octavo.kernels.quantize` of that of `rotary_backward`, rounded to the dtype of dq before: the same bits, but for column
+    sums, whose terms may have another order; it is fixed. Arguments are those of both. Raises `ValueError` as `rotary_backward`.
+    """
+    _check_gradients(dq, dk, dv, cos, sin)
+    dq, dk, dv = dq.detach(), dk.detach(), dv.detach()
+    dtype = torch.float32 if column_sum is True else column_sum or None
+    if is_compiling():
+        codes, codes_t, scale, inverse, sums = ops_rotary.rotary_backward_quantize(
+            dq, dk, dv, cos, sin, fmt.dtype, power_of_two, row, col, dtype is not None, hint
+        )
+        return (
+            codes if row else None,
+            codes_t if col else None,
+            scale,
+            None if dtype is None else sums.to(dtype),
+            inverse,
+        )
+    options = {"power_of_two": power_of_two, "row": row, "col": col, "column_sum": dtype, "hint": hint}
+    codes, codes_t, scale, inverse, sums = backend(dq).rotary_backward_quantize(dq, dk, dv, cos, sin, fmt, **options)
+    return codes, codes_t, scale, sums, inverse
+
+
+def _check_gradients(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
     if dk.shape != dv.shape or dq.dim() != 4 or dq.shape[:2] + dq.shape[3:] != dk.shape[:2] + dk.shape[3:]:
         raise ValueError(
             f"dq {tuple(dq.shape)}, dk {tuple(dk.shape)} and dv {tuple(dv.shape)} are to be [B, T, H, D] and twice [B, T, G, D]"
@@ -70,10 +123,6 @@ def rotary_backward(
         raise ValueError(f"dq, dk and dv are {dq.dtype}, {dk.dtype} and {dv.dtype}: one tensor has one dtype")
     if cos is not None and sin is not None:
         _check(dq, cos, sin, dq.shape[2])
-    dq, dk, dv = dq.detach(), dk.detach(), dv.detach()
-    if is_compiling():
-        return ops_rotary.rotary_backward(dq, dk, dv, cos, sin)
-    return backend(dq).rotary_backward(dq, dk, dv, cos, sin)
 
 
 def _check(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:

@@ -12,9 +12,11 @@ the last two half where a hint of the scale is right; the sum of the columns of 
 
 Sums and copies that autograd would make of its own accord join a pass that is there. The gradient of the residual is added where that of
 the norm is made: therefore `norm_heads` returns x. The gradients of queries, keys and values, which attention returns one by one, are
-turned back into one matrix, without a concatenation (`kernels.rotary_backward`). Whoever makes the gradient that the next layer casts
-knows its largest value. From block to block it stays on the tensor (`remember_amax`), which therefore goes on as it is, [..., K]; not
-between compiled blocks. Within one, it is the gradient of a token that goes along, and which `torch.compile` sees like any other.
+turned back into one matrix, without a concatenation (`kernels.rotary_backward`), which with current scaling exists in FP8 only as well
+(`kernels.rotary_backward_quantize`): 8 bytes an element, with the codes, become 4, or 6 where no hint is right. Whoever makes the
+gradient that the next layer casts knows its largest value. From block to block it stays on the tensor (`remember_amax`), which
+therefore goes on as it is, [..., K]; not between compiled blocks. Within one, it is the gradient of a token that goes along, and which
+`torch.compile` sees like any other.
 
 Saved for backward: x, two numbers a row, the transposed codes of both operands and h in the compute dtype, as without fusion. With
 `recompute`, the codes of act(h) are made again from h: 1 byte an element for a pass of 3 bytes.

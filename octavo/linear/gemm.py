@@ -138,6 +138,34 @@ def cast_grad_output(
     )
 
 
+def turn_and_cast(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    table: tuple[Tensor | None, Tensor | None],
+    gemms: Gemms,
+    col: bool,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Operand, Tensor | None]:
+    """`cast_grad_output` of the gradient of qkv, from those of turned queries, turned keys and values, [B, T, heads, D].
+
+    With current scaling that gradient exists in FP8 only (`kernels.rotary_backward_quantize`).
+    """
+    recipe = gemms.recipe
+    if gemms.scaling is not None or gemms.stats is not None:
+        dy, amax = kernels.rotary_backward(*gradients, *table)
+        return cast_grad_output(dy.flatten(2).flatten(0, 1), gemms, True, col, bias_dtype, amax)
+    assert recipe.grad_output is not None
+    codes, codes_t, scale, sums, inverse = kernels.rotary_backward_quantize(
+        *gradients,
+        *table,
+        recipe.grad_output,
+        power_of_two=recipe.power_of_two,
+        col=col,
+        column_sum=bias_dtype or False,
+        hint=gemms.hints.grad_output,
+    )
+    return Operand(codes, codes_t, scale, inverse), sums
+
+
 def fprop(x: Operand, w: Operand, bias: Tensor | None, gemms: Gemms, shape: tuple[int, int]) -> Tensor:
     """y of `shape` [M, N], contiguous."""
     codes = w.col() if gemms.input_first else w.row()

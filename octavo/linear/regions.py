@@ -21,6 +21,7 @@ from octavo.linear.gemm import (
     differentiable_once,
     fprop,
     stored_gradient,
+    turn_and_cast,
     weight_version,
     wgrad,
 )
@@ -115,9 +116,7 @@ class NormHeads(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dq, dk, dv, residual = gradients
         norm_dtype, bias_dtype = ctx.dtypes[0], ctx.dtypes[1] if needs[4] else None
-        dy, amax = kernels.rotary_backward(dq, dk, dv, cos, sin)
-        dy = dy.view(x.shape[0], -1)
-        operand, db = cast_grad_output(dy, ctx.gemms, True, needs[3], bias_dtype, amax)
+        operand, db = turn_and_cast((dq, dk, dv), (cos, sin), ctx.gemms, needs[3], bias_dtype)
         dn = dgrad(operand, ctx.weight, ctx.gemms, x.shape, x.dtype)
         dw = weight_gradient(operand, codes_t, inverse, ctx.weight, ctx.gemms) if needs[3] else None
         release_operand(ctx.weight, needs[3])

@@ -113,12 +113,12 @@ class Fused(Backward):
             t.hold(k + "attended", e * self.heads, ATTENTION)
         t.hold("d heads", e * self.qkv, WORK)
         t.drop("da", k + "attended", k + "logsumexp", k + "heads")
-        t.hold("d qkv", e * self.qkv, WORK)
-        t.drop("d heads" if s.compiled else "")
+        if s.recipe.scaling == "delayed":  # otherwise it exists in FP8 only
+            t.hold("d qkv", e * self.qkv, WORK)
         self.cast("dy", self.qkv)
-        t.drop("d qkv" if s.compiled else "")
+        t.drop("d qkv", "d heads" if s.compiled else "")
         self.multiply(layer, "qkv", "dy", "dn", self.codes)
         t.brief(self.stream, WORK)  # dx, the new `g`
-        t.drop("dn", "dy row", "dy col", "d qkv", "d heads", k + "qkv in", k + "statistics 1", f"x {layer}")
+        t.drop("dn", "dy row", "dy col", "d heads", k + "qkv in", k + "statistics 1", f"x {layer}")
         for name in s.linears if s.compiled else ("qkv",):
             self.collect_gradient(layer, name)

@@ -97,13 +97,15 @@ def _fused_bytes(setup: Setup) -> tuple[float, float]:
     forward = e * 4 * d + 2 * (e * d + 2 * d)  # statistics of both norms, the second with a residual sum; their casts
     forward += turn * e * (qkv + a) + (e + 2) * a  # queries and keys in place; the cast of attention's output
     forward += e * up + 2 * f + e * 3 * d  # the activation and its cast; the last sum
-    backward = 2 * (e + 2) * d + (e + 2) * qkv  # casts of the output gradients
-    backward += (
-        e * (f + up) + 2 * up + e * (8 * d + 2 * qkv)
-    )  # the activation's gradient; those of the norms and of the heads
+    backward = (
+        2 * (e + 2) * d + (e + 2) * qkv
+    )  # casts of the output gradients, that of the heads as they are turned back
+    backward += e * (f + up) + 2 * up + e * 8 * d  # the activation's gradient; those of the norms
     if setup.recipe.scaling == "current":  # a bias has its sum from the pass for the maximum
         forward += e * (a + up)
-        backward += e * (f + up + m.ffn_bias * d + m.out_bias * d + m.qkv_bias * qkv)
+        backward += e * (f + up + m.ffn_bias * d + m.out_bias * d + qkv)
+    else:  # the gradient of the heads is written and read
+        backward += e * 2 * qkv
     if m.recompute == "selective" and up > f:
         backward += e * up + f
     return forward, backward

@@ -95,9 +95,9 @@ def test_compiled_blocks_run_the_kernels_of_eager_ones(dialect, seed):
     """Beside these, a cast more for each weight, which dgrad casts again; and largest values that no graph hands to the next."""
     layers, given = 2, inputs(seed)
     eager, compiled = (names_of(blocks(dialect, "O2", seed, True, c, layers), *given) for c in (False, True))
-    for name in ("_rotary_kernel", "_rotary_backward_kernel", "_stats_kernel", "_cast_kernel", "_backward_kernel"):
+    for name in ("_rotary_kernel", "_rotary_cast_kernel", "_stats_kernel", "_cast_kernel", "_backward_kernel"):
         assert eager.count(name) == compiled.count(name), (name, sorted(set(eager)), sorted(set(compiled)))
-    assert eager.count("_rotary_backward_kernel") == layers
+    assert eager.count("_rotary_cast_kernel") == layers
     assert compiled.count("_quantize_kernel") <= eager.count("_quantize_kernel") + 4 * layers
     assert compiled.count("_amax_kernel") <= eager.count("_amax_kernel") + layers
     assert not any("cat" in one for one in compiled if "triton" in one), sorted(set(compiled))

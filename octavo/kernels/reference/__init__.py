@@ -30,7 +30,7 @@ from octavo.kernels.reference.random import make_key, random_bits
 from octavo.kernels.reference.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes
 from octavo.kernels.reference.reduce_scalars import update_mu
 from octavo.kernels.reference.residual import cast_residual, merge_e4m11, split_e4m11, uncast_residual
-from octavo.kernels.reference.rotary import rotary, rotary_, rotary_backward
+from octavo.kernels.reference.rotary import rotary, rotary_, rotary_backward, rotary_backward_quantize
 from octavo.kernels.reference.windows import update_windows
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "rotary",
     "rotary_",
     "rotary_backward",
+    "rotary_backward_quantize",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

@@ -1,11 +1,13 @@
-"""Rotary positions: the specification of the kernel in `octavo.kernels.cuda.rotary`, which equals it bit for bit."""
+"""Rotary positions: the specification of the kernels in `octavo.kernels.cuda.rotary`, which equal it bit for bit, and their casts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from octavo.formats import Format
 from octavo.kernels.reference.cast import amax
+from octavo.kernels.reference.quantize import quantize
 
 
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, backward: bool = False) -> Tensor:
@@ -30,3 +32,23 @@ def rotary_backward(
     if cos is not None and sin is not None:
         rotary_(out, cos, -sin, dq.shape[-2] + dk.shape[-2])
     return out, amax(out)
+
+
+def rotary_backward_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    fmt: Format,
+    *,
+    power_of_two: bool = True,
+    row: bool = True,
+    col: bool = True,
+    column_sum: torch.dtype | None = None,
+    hint: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """(codes, codes_t, scale, inverse, column_sum) of what `rotary_backward` returns, as `quantize`. No result depends on `hint`."""
+    dy, maximum = rotary_backward(dq, dk, dv, cos, sin)
+    dy = dy.flatten(2).flatten(0, 1)
+    return quantize(dy, fmt, power_of_two=power_of_two, row=row, col=col, column_sum=column_sum, amax=maximum)
