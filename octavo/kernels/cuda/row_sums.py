@@ -70,7 +70,7 @@ def _long_rows_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for _ in range(turns):
         x = tl.load(x_ptrs, mask=column < left, other=0.0).to(tl.float32)
-        largest = larger(tl.reduce(magnitude_bits(x), 0, larger), largest)
+        largest = larger(tl.max(magnitude_bits(x), 0), largest)
         total += tl.sum(x, 0)
         x_ptrs += LINES * COLUMNS
         left -= LINES * COLUMNS

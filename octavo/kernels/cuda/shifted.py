@@ -19,7 +19,7 @@ from octavo.kernels.cuda.numerics import magnitude_bits
 from octavo.kernels.cuda.tiles import flat_max, larger
 
 ROWS, COLUMNS, WARPS = 32, 256, 8
-"""Of a tile, in which a thread has four rows: their maximum, made at once, keeps four loads in flight."""
+"""Of a tile, in which a thread has four rows: their maximum, made at once, keeps several loads in flight."""
 
 
 @triton.jit(do_not_specialize=["m_size", "turns"])
@@ -48,7 +48,7 @@ def _shifted_amax_kernel(
         row = tl.where(m < m_size, m, m_size - 1)  # (again, which changes no maximum)
         x = tl.load(x_ptr + (row * k_size)[:, None] + k[None, :], mask=(k < k_size)[None, :], other=0.0).to(tl.float32)
         bits = tl.reshape(magnitude_bits(x - shift), [ROWS // WARPS, WARPS, COLUMNS])
-        largest = larger(tl.reduce(bits, 0, larger), largest)
+        largest = larger(tl.max(bits, 0), largest)
         m += ROWS
     amax = flat_max(largest).to(tl.float32, bitcast=True)
     tl.store(parts_ptr + program, magnitude_bits(amax.to(x_ptr.dtype.element_ty)))
