@@ -96,6 +96,19 @@ def test_a_shift_that_overflows(cuda, dtype, seed):
     assert cuda.quantize(x, E4M3, shift=shift)[2].isnan()
 
 
+@pytest.mark.parametrize(("m", "k"), [(17_000, 20), (4100, 300)])
+def test_shift_of_many_rows(cuda, m, k, seed):
+    """More than the programs that run at a time have tiles; the largest is anywhere."""
+    from octavo.kernels.cuda.shifted import shifted_amax_parts
+
+    x, shift = on(torch.randn(m, k).bfloat16()), on(torch.randn(k).bfloat16())
+    for row in (m - 1, torch.randint(m, ())):
+        x[row, torch.randint(k, ())] = 10 + torch.rand(()).item()
+        amax = shifted_amax_parts(x, shift).max().view(torch.float32)
+        assert_same_bits(amax, reference.amax(x - shift))
+        x[row] = 0
+
+
 @needs_gpu
 @pytest.mark.parametrize("shape", [(50_304, 4096), (50_257, 768), (128_256, 4096)], ids=str)
 def test_shift_of_a_head(cuda, shape, seed):

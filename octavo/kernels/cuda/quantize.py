@@ -8,9 +8,10 @@ end of the tensor is what the first read left in the cache. Nothing here saturat
 infinities to saturate, and the conversion to FP8 (cvt.rn.satfinite) does that.
 
 The cast has the tiles of `octavo.kernels.cuda.tiles`: 64 registers a thread, eight blocks on a multiprocessor, and 9 or 10 instructions an
-element, of the 28 for which its bytes leave time. Column sums come from the first read, which has arithmetic and registers to spare.
-They are FP32 and deterministic: each program stores those of its rows, and a second step adds them in a fixed order, where atomics
-would add in any. No sum of M rows is more than M/8 + M/32 + 15 roundings deep, and none at 16,384 x 4,096 more than 82.
+element, of the 28 for which its bytes leave time, or 13 where a row is subtracted on the way (`shift`). Column sums come from the first
+read, which has arithmetic and registers to spare. They are FP32 and deterministic: each program stores those of its rows, and a second
+step adds them in a fixed order, where atomics would add in any. No sum of M rows is more than M/8 + M/32 + 15 roundings deep, and none
+at 16,384 x 4,096 more than 82.
 """
 
 from __future__ import annotations
