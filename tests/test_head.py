@@ -160,6 +160,33 @@ def test_only_codes_of_the_input_are_kept_and_only_for_a_weight_that_learns(seed
     assert not saved
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", [None, "weight", "x"])
+def test_the_gradient_of_the_logits_is_read_twice(frozen, bias, seed, monkeypatch):
+    """Its largest value comes with the sums of its rows, if dx wants these; with those of its columns, if a bias does."""
+    head, _ = make_head(64, 128, bias)
+    head.weight.requires_grad_(frozen != "weight")
+    y = head(torch.randn(32, 64, requires_grad=frozen != "x"))
+    dy, summed, known = torch.randn(32, 128), [], []
+    row_sums, quantize = kernels.row_sums, kernels.quantize
+    monkeypatch.setattr(kernels, "row_sums", lambda t: summed.append(t.shape) or row_sums(t))
+    monkeypatch.setattr(
+        kernels,
+        "quantize",
+        lambda t, *args, **options: (
+            known.append((options.get("amax"), options.get("shift"))) or quantize(t, *args, **options)
+        ),
+    )
+    y.backward(dy)
+    at_once = frozen != "x" and not bias
+    assert summed == [(32, 128)] * at_once
+    assert (known[0][0] is not None) == at_once and len(known) == (1 if frozen == "x" else 2)
+    if at_once:
+        assert same_bits(known[0][0], kernels.amax(dy))
+    if frozen != "x":
+        assert same_bits(known[1][1], head.weight.detach().mean(0))
+
+
 @pytest.mark.parametrize("frozen", ["weight", "x"])
 def test_what_needs_no_gradient_gets_none(frozen, seed):
     head, plain = make_head(64, 128)
@@ -192,6 +219,24 @@ def test_what_is_not_finite_shows_in_the_gradients(where, seed):
     head(x).backward(dy)
     assert where == "x" or x.grad.isnan().any()
     assert where == "weight" or head.weight.grad.isnan().any()
+
+
+def test_fp16_gradients_overflow_only_where_they_are_large(seed):
+    """Σ dy over the vocabulary is beyond FP16, its product with the mean row is not."""
+    head, plain = make_head(64, 2000, bias=False)
+    head, plain = head.half(), plain.half()
+    x, dy = torch.randn(32, 64).half(), torch.empty(32, 2000).uniform_(40, 80).half()
+    assert dy.float().sum(1).amin() > 65_504
+    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain(one).backward(dy)
+    head(two).backward(dy)
+    assert one.grad.isfinite().all() and relative(two.grad.float(), one.grad.float()) < ERROR
+
+
+def test_integers_are_refused(seed):
+    head, _ = make_head(64, 128)
+    with pytest.raises(ValueError, match=r"the head takes floating \[..., 64\], but the input is torch.int64"):
+        head(torch.ones(2, 64, dtype=torch.int64))
 
 
 def test_a_second_derivative_is_refused(seed):

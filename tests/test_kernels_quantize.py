@@ -99,9 +99,61 @@ def test_products_of_inverse_scales(dtype, seed):
     assert torch.equal(kernels.scaled_mm_nt(a, b, a_inverse, b_inverse, dtype, inverse_scales=True), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 7), (17, 33), (32, 48), (257, 1)], ids=str)
+def test_a_shift_is_the_subtraction_of_pytorch(shape, dtype, seed):
+    for x in (torch.randn(shape).to(dtype), torch.randn(shape[::-1]).to(dtype).t()):
+        shift = torch.randn(shape[1]).to(dtype).requires_grad_()
+        stats, want_stats = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        for options in ({}, {"power_of_two": False}, {"row": False}, {"col": False}):
+            got = kernels.quantize(x, E4M3, shift=shift, return_inverse=True, stats=stats, **options)
+            want = kernels.quantize(x - shift.detach(), E4M3, return_inverse=True, stats=want_stats, **options)
+            for part, expected in zip(got, want, strict=True):
+                assert part is expected is None or assert_same_bits(part, expected) is None
+        assert torch.equal(stats, want_stats)
+
+
+def test_what_a_shift_does_not_go_with_is_named(seed):
+    x, one, hint = torch.randn(4, 8), torch.ones(()), torch.zeros((), dtype=torch.int32)
+    for name, value in (
+        ("unit", one),
+        ("hint", hint),
+        ("column_sum", True),
+        ("column_sum", torch.bfloat16),
+        ("amax", one),
+        ("keep_amax", True),
+    ):
+        with pytest.raises(ValueError, match=f"shift and {name}: "):
+            kernels.quantize(x, E4M3, shift=x[0], **{name: value})
+    with pytest.raises(ValueError, match="shift and unit, amax: "):
+        kernels.quantize(x, E4M3, shift=x[0], amax=one, unit=one)
+    for shift in (x[0, :7], x[:1], x[0].bfloat16(), one):
+        with pytest.raises(ValueError, match="one value for each column"):
+            kernels.quantize(x, E4M3, shift=shift)
+    with pytest.raises(ValueError, match="not FP8"):
+        kernels.quantize(x.to(E4M3.dtype), E4M3, shift=x[0].to(E4M3.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 7), (17, 33), (3, 5000)], ids=str)
+def test_row_sums(shape, dtype, seed):
+    for x in (torch.randn(shape).to(dtype), torch.randn(shape[::-1]).to(dtype).t().requires_grad_()):
+        sums, amax = kernels.row_sums(x)
+        assert sums.dtype == torch.float32 and sums.shape == shape[:1] and not sums.requires_grad
+        torch.testing.assert_close(sums, x.detach().double().sum(1).float(), rtol=1e-5, atol=1e-4)
+        assert_same_bits(amax, kernels.amax(x))
+    if x.numel():
+        x = x.detach()
+        x[-1, -1] = torch.nan
+        sums, amax = kernels.row_sums(x)
+        assert amax.isnan() and sums.isnan().tolist() == [False] * (shape[0] - 1) + [True]
+
+
 def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match="flatten"):
         kernels.quantize(torch.zeros(2, 3, 4), E4M3)
+    with pytest.raises(ValueError, match="flatten"):
+        kernels.row_sums(torch.zeros(3))
 
 
 def test_ops_are_functional_and_their_fakes_agree(seed):
@@ -114,6 +166,9 @@ def test_ops_are_functional_and_their_fakes_agree(seed):
         (True, True, False, False, None, True, unit, False),
     ):
         torch.library.opcheck(op.quantize, (x, E5M2.dtype, *args), test_utils=checks)
+    shifted = (x, E5M2.dtype, True, False, True, False, None, False, None, True, None, x[0].clone())
+    torch.library.opcheck(op.quantize, shifted, test_utils=checks)
+    torch.library.opcheck(op.row_sums, (x,), test_utils=checks)
     for count in (True, False):
         torch.library.opcheck(op.cast_current, (x, E4M3.dtype, count), test_utils=checks)
     for other in (unit, None):
@@ -126,7 +181,8 @@ def test_compiled_equals_eager_in_one_graph(seed):
             x, E5M2, column_sum=True, return_inverse=True, stats=stats
         )
         stored, stored_scale = kernels.cast_current(x, E4M3, stats=stats)
-        return codes, codes_t, sums, stored, stored_scale, *kernels.visible_scale(scale, inverse)
+        rest = kernels.quantize(x, E4M3, row=False, shift=x[0], stats=stats)[1:3], kernels.row_sums(x)
+        return codes, codes_t, sums, stored, stored_scale, *kernels.visible_scale(scale, inverse), *rest[0], *rest[1]
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for shape in ((17, 40), (8, 33)):

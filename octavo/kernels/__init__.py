@@ -29,7 +29,7 @@ from octavo.kernels.dispatch import backend
 from octavo.kernels.gemm import scaled_mm_nt
 from octavo.kernels.maxima import known_amax, remember_amax
 from octavo.kernels.norm import add_norm_stats, norm_backward, norm_cast, norm_stats
-from octavo.kernels.quantize import cast_current, current_scale, quantize, visible_scale
+from octavo.kernels.quantize import cast_current, current_scale, quantize, row_sums, visible_scale
 from octavo.kernels.reference import ALIGN, adamw_scalars, make_key, merge_e4m11, pad_codes, random_bits, split_e4m11
 from octavo.kernels.reference.adamw import Operands
 from octavo.kernels.reference.adamw_step import Numbers, Prepared, UpdateSettings
@@ -89,6 +89,7 @@ __all__ = [
     "rotary_",
     "rotary_backward",
     "rotary_backward_quantize",
+    "row_sums",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

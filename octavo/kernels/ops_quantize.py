@@ -18,9 +18,10 @@ from octavo.kernels.ops import new_stats, or_empty, padded
     "octavo::quantize",
     mutates_args=(),
     schema="(Tensor x, ScalarType dtype, bool power_of_two, bool row, bool col, bool column_sum, Tensor? amax,"
-    " bool keep_amax, Tensor? unit, bool count, Tensor? hint=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool keep_amax, Tensor? unit, bool count, Tensor? hint=None, Tensor? shift=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None):
+def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None, shift=None):
     stats = new_stats(x, count)
     codes, codes_t, scale, inverse, sums = backend(x).quantize(
         x,
@@ -33,6 +34,7 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit
         unit=unit,
         stats=stats if count else None,
         hint=hint,
+        shift=shift,
     )
     return (
         or_empty(codes, x, dtype),
@@ -45,7 +47,7 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit
 
 
 @quantize.register_fake
-def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None):
+def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None, shift=None):
     m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),
@@ -55,6 +57,16 @@ def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count
         x.new_empty(x.shape[1] if column_sum else 0, dtype=torch.float32),
         new_stats(x, count),
     )
+
+
+@torch.library.custom_op("octavo::row_sums", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)")
+def row_sums(x):
+    return backend(x).row_sums(x)
+
+
+@row_sums.register_fake
+def _(x):
+    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op(

@@ -36,6 +36,7 @@ def quantize(
     return_inverse: bool = False,
     stats: Tensor | None = None,
     hint: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """(codes, codes_t, scale, column_sum): `x` [M, K] as operands of both GEMMs that read it, scaled by its own largest value.
 
@@ -56,11 +57,16 @@ def quantize(
         return_inverse: return 1 / scale as well, as a fifth result, for `scaled_mm_nt`.
         stats: as in `cast`.
         hint: of the scale; read and written where it is of use (see above).
+        shift: [K], of the dtype of x: all results are those of x - shift, rounded to that dtype as PyTorch does, which is not written to
+            memory. Only with `power_of_two`, `row`, `col`, `return_inverse` and `stats`.
 
-    Raises `ValueError` if `x` is not 2-D.
+    Raises `ValueError` if `x` is not 2-D, or for a `shift` that does not match it or the other arguments.
     """
     if x.dim() != 2:
         raise ValueError(f"quantize takes a matrix, but x has shape {tuple(x.shape)}: flatten it to [tokens, features]")
+    if shift is not None:
+        _check_shift(x, shift, unit=unit, hint=hint, column_sum=column_sum, amax=amax, keep_amax=keep_amax)
+        shift = shift.detach()
     if keep_amax and not is_compiling():
         amax = kept_amax(x)
     if x.requires_grad:
@@ -69,7 +75,7 @@ def quantize(
     if is_compiling():
         count = stats is not None
         codes, codes_t, scale, inverse, sums, counts = ops_quantize.quantize(
-            x, fmt.dtype, power_of_two, row, col, dtype is not None, amax, keep_amax, unit, count, hint
+            x, fmt.dtype, power_of_two, row, col, dtype is not None, amax, keep_amax, unit, count, hint, shift
         )
         if stats is not None:
             stats += counts
@@ -87,8 +93,20 @@ def quantize(
             unit=unit,
             stats=stats,
             hint=hint,
+            shift=shift,
         )
     return (codes, codes_t, scale, sums, inverse) if return_inverse else (codes, codes_t, scale, sums)
+
+
+def row_sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(the sums of the rows of `x` [M, N], FP32 [M]; the amax of x, FP32, 0-d): what `quantize` takes as `amax`, and sums on the way.
+
+    Sums are made in FP32, their terms in a fixed order, which is the device's. Raises `ValueError` if `x` is not 2-D.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"row_sums takes a matrix, but x has shape {tuple(x.shape)}: flatten it to [tokens, features]")
+    x = x.detach()
+    return ops_quantize.row_sums(x) if is_compiling() else backend(x).row_sums(x)
 
 
 def cast_current(
@@ -130,3 +148,16 @@ def visible_scale(
     if is_compiling():
         return ops_quantize.visible_scale(scale, amax, unit)
     return backend(scale).visible_scale(scale, amax, unit, pending)
+
+
+def _check_shift(x: Tensor, shift: Tensor, **others: Any) -> None:
+    if shift.shape != x.shape[1:] or shift.dtype != x.dtype or x.itemsize == 1:
+        raise ValueError(
+            f"shift is {shift.dtype} {tuple(shift.shape)}, but x is {x.dtype} {tuple(x.shape)}: "
+            f"pass one value for each column, of the dtype of x, which is not FP8"
+        )
+    given = [name for name, value in others.items() if value is not None and value is not False]
+    if given:
+        raise ValueError(
+            f"quantize got shift and {', '.join(given)}: a shift goes with none of these, so pass x - shift"
+        )

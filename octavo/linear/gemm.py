@@ -59,7 +59,7 @@ class Gemms(NamedTuple):
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """`once_differentiable`, whose change of grad mode costs the host as much as a launch, only where autograd records backward.
 
-    There it guards results of constant gradients too: they depend on the weight and the input, of which `once_differentiable` knows nothing.
+    There it guards results of constant gradients too: they depend on the weight and the input, which `once_differentiable` cannot see.
     """
     guarded = once_differentiable(backward)
 

@@ -34,7 +34,7 @@ class HeadLinear(nn.Linear):
     """y = x · wᵀ + bias of x [..., in_features] with any number of leading dims and tokens, also zero; gradients by FP8 GEMMs.
 
     Made by `octavo.convert` where the recipe has `head_grad_output`, never built directly. The output has the autocast dtype if
-    autocast is on, else that of `x`.
+    autocast is on, else that of `x`. Raises `ValueError` for an input of integers.
     """
 
     recipe: Recipe
@@ -55,6 +55,8 @@ class HeadLinear(nn.Linear):
         del self.recipe, self.plain_class
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise ValueError(f"the head takes floating [..., {self.in_features}], but the input is {x.dtype}")
         weight, bias, device = self.weight, self.bias, x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         if not torch.is_grad_enabled():
@@ -105,12 +107,18 @@ class HeadFunction(torch.autograd.Function):
             return dx, dw, db, None, None, None
         # No power of two: the gradients of all targets are near -1/count, which it would round alike, by up to an eighth. With this
         # scale they are near the largest code.
-        operand, db = cast_and_sum(dy, ctx.fmt, power_of_two=False, row=needs[0], col=needs[1], sum_columns=bias_dtype)
+        # One read of dy gives the amax for its cast and something else besides: the sums of its columns for a bias, or of its rows.
+        sums, amax = kernels.row_sums(dy) if needs[0] and bias_dtype is None else (None, None)
+        operand, db = cast_and_sum(
+            dy, ctx.fmt, power_of_two=False, row=needs[0], col=needs[1], sum_columns=bias_dtype, amax=amax
+        )
         if needs[0]:
             codes_t, inverse, mean = weight_codes_t(weight, ctx.power_of_two)
-            dx = gemm(operand.row(), codes_t, operand.inverse, inverse, ctx.dtype)[: dy.shape[0], :k]
-            sums = dy.sum(1, dtype=torch.float32)
-            dx = torch.addr(dx, sums.to(dx.dtype), mean.to(dx.dtype)).reshape(ctx.shape)
+            # (A sum over the vocabulary may be beyond FP16 where dx is not.)
+            wide = torch.float32 if ctx.dtype == torch.float16 else ctx.dtype
+            dx = gemm(operand.row(), codes_t, operand.inverse, inverse, wide)[: dy.shape[0], :k]
+            sums = dy.sum(1, dtype=torch.float32) if sums is None else sums
+            dx = torch.addr(dx, sums.to(wide), mean.to(wide)).to(ctx.dtype).reshape(ctx.shape)
         if needs[1]:
             codes_t, inverse = ctx.saved_tensors
             dw = gemm(operand.col(), codes_t, operand.inverse, inverse, weight.dtype)[:n, :k]
@@ -122,7 +130,7 @@ def weight_codes_t(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, 
     weight = weight.detach()
     mean = weight.mean(0, dtype=torch.float32).to(weight.dtype)
     _, codes_t, _, _, inverse = kernels.quantize(
-        weight - mean, E4M3, power_of_two=power_of_two, row=False, return_inverse=True
+        weight, E4M3, power_of_two=power_of_two, row=False, shift=mean, return_inverse=True
     )
     return codes_t, inverse, mean
 

@@ -23,6 +23,7 @@ from octavo.kernels.cuda.reduce import cast_sum, local_scales, pack_codes, sum_c
 from octavo.kernels.cuda.residual import cast_residual, uncast_residual
 from octavo.kernels.cuda.rotary import rotary, rotary_, rotary_backward
 from octavo.kernels.cuda.rotary_casts import rotary_backward_quantize
+from octavo.kernels.cuda.row_sums import row_sums
 from octavo.kernels.cuda.scales import current_scale, visible_scale
 from octavo.kernels.cuda.transpose import cast_transpose, cast_transpose_amax, transpose_codes
 from octavo.kernels.cuda.windows import update_windows
@@ -57,6 +58,7 @@ __all__ = [
     "rotary_",
     "rotary_backward",
     "rotary_backward_quantize",
+    "row_sums",
     "scale_from_amax",
     "scaled_mm_nt",
     "sum_codes",

@@ -8,9 +8,10 @@ end of the tensor is what the first read left in the cache. Nothing here saturat
 infinities to saturate, and the conversion to FP8 (cvt.rn.satfinite) does that.
 
 The cast has the tiles of `octavo.kernels.cuda.tiles`: 64 registers a thread, eight blocks on a multiprocessor, and 9 or 10 instructions an
-element, of the 28 for which its bytes leave time. Column sums come from the first read, which has arithmetic and registers to spare.
-They are FP32 and deterministic: each program stores those of its rows, and a second step adds them in a fixed order, where atomics
-would add in any. No sum of M rows is more than M/8 + M/32 + 15 roundings deep, and none at 16,384 x 4,096 more than 82.
+element, of the 28 for which its bytes leave time, or 13 where a row is subtracted on the way (`shift`). Column sums come from the first
+read, which has arithmetic and registers to spare. They are FP32 and deterministic: each program stores those of its rows, and a second
+step adds them in a fixed order, where atomics would add in any. No sum of M rows is more than M/8 + M/32 + 15 roundings deep, and none
+at 16,384 x 4,096 more than 82.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels import reference
 from octavo.kernels.cuda import speculative
-from octavo.kernels.cuda.cast import MAX_PARTS, PROGRAMS, amax_parts, largest_part, scale_of
+from octavo.kernels.cuda.cast import MAX_PARTS, amax_parts, largest_part, scale_of
 from octavo.kernels.cuda.cast import TILE as FLAT_TILE
-from octavo.kernels.cuda.columns import COLUMNS, ROWS, add_rows
+from octavo.kernels.cuda.columns import amax_parts_and_sum
 from octavo.kernels.cuda.hints import hintable
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import as_fp8, flushed_count, magnitude_bits, saturated_count
 from octavo.kernels.cuda.scales import visible
+from octavo.kernels.cuda.shifted import shifted_amax_parts
 from octavo.kernels.cuda.tiles import (
     REPEAT,
     TILE_K,
@@ -39,52 +41,17 @@ from octavo.kernels.cuda.tiles import (
     group_of,
     load_floats,
     place_of,
+    round_through,
     store_codes,
     tile_rows,
 )
 from octavo.kernels.cuda.transpose import geometry
 
-ROUNDS = 4
-
-
-@triton.jit
-def _amax_sums_kernel(
-    x_ptr,
-    parts_ptr,
-    sums_ptr,
-    m_size,
-    k_size,
-    programs_k,
-    turns,
-    ROUNDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """parts[p] = max |x| and sums[p // programs_k] = Σ x over the rows of program p, turns * ROUNDS * ROWS of them.
-
-    x [m_size, k_size] contiguous: any float; parts [programs]: FP32 bits as int32; sums [programs / programs_k, k_size]: FP32.
-    """
-    program = tl.program_id(0)
-    m = (program // programs_k).to(tl.int64) * (turns * ROUNDS * ROWS) + tl.arange(0, ROWS)
-    k = (program % programs_k) * COLUMNS + tl.arange(0, COLUMNS)
-    largest = tl.zeros([ROWS, COLUMNS], tl.int32)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for _ in range(turns):
-        for _ in tl.static_range(ROUNDS):
-            valid = (m < m_size)[:, None] & (k < k_size)[None, :]
-            x = tl.load(x_ptr + (m * k_size)[:, None] + k[None, :], mask=valid, other=0.0).to(tl.float32)
-            bits = magnitude_bits(x)
-            largest = tl.where(bits > largest, bits, largest)
-            total += x
-            m += ROWS
-    tl.store(parts_ptr + program, tl.max(tl.max(largest, 1), 0))
-    sums = (program // programs_k).to(tl.int64) * k_size
-    tl.store(sums_ptr + sums + k, tl.sum(total, 0), mask=k < k_size)
-
 
 @triton.jit(do_not_specialize=["tiles_k", "parts"])
 def _quantize_kernel(
     x_ptr,
+    shift_ptr,
     parts_ptr,
     unit_ptr,
     codes_ptr,
@@ -110,9 +77,10 @@ def _quantize_kernel(
 ):
     """codes = saturate(round(x * s)), codes_t = codesᵀ, s = `scale_of` the largest part; zero codes in the padding.
 
-    x [m_size, k_size] contiguous: any float; parts [parts]: int32; codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8;
-    scale, inverse [1]: FP32, s · unit (NaN if x has a value that is not finite) and its reciprocal; unit [1]: FP32; stats
-    [2]: int64. Results that are not wanted are None. WHOLE: there is no padding.
+    x [m_size, k_size] contiguous: any float; shift [k_size]: of the dtype of x, or None; x - shift, rounded to their dtype, takes the place
+    of x; parts [parts]: int32; codes [m_padded, k_padded], codes_t [k_padded, m_padded]: FP8; scale, inverse [1]: FP32, s · unit (NaN if
+    x has a value that is not finite) and its reciprocal; unit [1]: FP32; stats [2]: int64. Results that are not wanted are None.
+    WHOLE: there is no padding.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, tile_k = place_of(program, tiles_k, GROUP)
@@ -121,12 +89,20 @@ def _quantize_kernel(
     k = tile_k.to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     inside = (m < m_size)[:, None] & (k < k_size)[None, :]
     x = load_floats(x_ptr + (m * k_size)[:, None] + k[None, :], inside, WHOLE)
+    if shift_ptr is not None:
+        shift = load_floats(shift_ptr + k, k < k_size, WHOLE)
     amax = largest_part(parts_ptr, parts, PARTS)
     scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
     if program == 0:
         shown, inverse = visible(scale, amax, unit_ptr)
         tl.store(scale_ptr, shown)
         tl.store(inverse_ptr, inverse)
+    if (
+        shift_ptr is not None
+    ):  # (Before the maximum, which waits for other warps, differences would take twice the registers of x.)
+        x = round_through(x - shift[None, :], x_ptr.dtype.element_ty)
+        if not WHOLE:
+            x = tl.where(inside, x, 0.0)
     store_codes(
         x, inside, tile, m, k, k_padded, scale, codes_ptr, codes_t_ptr, stats_ptr, None,
         m_padded, k_padded, MAX, MANTISSA_BITS, WHOLE, REPEAT,
@@ -175,7 +151,6 @@ def _cast_current_kernel(
     tl.store(codes_ptr + start + lane, codes, mask=valid)
 
 
-_launch_amax_sums = Launcher(_amax_sums_kernel, num_warps=8)
 _launch_quantize = Launcher(_quantize_kernel, num_warps=4)
 _launch_cast_current = Launcher(_cast_current_kernel, num_warps=8)
 
@@ -192,6 +167,7 @@ def quantize(
     unit: Tensor | None = None,
     stats: Tensor | None = None,
     hint: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
     """See `octavo.kernels.reference.quantize`. A matrix of one row or column takes the reference, as in `cast_transpose`."""
     m, k = x.shape
@@ -206,6 +182,7 @@ def quantize(
             amax=amax,
             unit=unit,
             stats=stats,
+            shift=shift,
         )
     if not x.is_contiguous():
         x = x.contiguous()
@@ -214,14 +191,17 @@ def quantize(
         return speculative.quantize(x, fmt, row, col, column_sum, hint)
     sums = None
     if column_sum is not None:
-        parts, sums = _amax_parts_and_sum(x, column_sum)
+        parts, sums = amax_parts_and_sum(x, column_sum)
+    elif shift is not None:
+        shift = shift.contiguous()
+        parts = shifted_amax_parts(x, shift)
     else:
         parts = amax_parts(x) if amax is None else amax.view(torch.int32)
     programs, shape, shape_t, scalars = _plan(m, k, fmt.dtype, power_of_two, parts.numel())
     codes = x.new_empty(shape, dtype=fmt.dtype) if row else None
     codes_t = x.new_empty(shape_t, dtype=fmt.dtype) if col else None
     scale, inverse = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
-    _launch_quantize(programs, (x, parts, unit, codes, codes_t, scale, inverse, stats), *scalars)
+    _launch_quantize(programs, (x, shift, parts, unit, codes, codes_t, scale, inverse, stats), *scalars)
     return codes, codes_t, scale, inverse, sums
 
 
@@ -248,18 +228,6 @@ def cast_current(
     return codes, scale, largest
 
 
-def _amax_parts_and_sum(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(`amax_parts`, the sum of the rows [K], made in FP32 and rounded to `dtype`) of a contiguous matrix, in one read."""
-    m, k = x.shape
-    programs_m, programs_k, turns = _rows_division(m, k)
-    parts = x.new_empty(programs_m * programs_k, dtype=torch.int32)
-    sums = x.new_empty((programs_m, k), dtype=torch.float32)
-    _launch_amax_sums(programs_m * programs_k, (x, parts, sums), m, k, programs_k, turns, ROUNDS, ROWS, COLUMNS)
-    if programs_m == 1:
-        return parts, sums.view(k).to(dtype)
-    return parts, add_rows(sums, k, dtype)
-
-
 @cache
 def _plan(
     m: int, k: int, dtype: torch.dtype, power_of_two: bool, parts: int
@@ -273,12 +241,3 @@ def _plan(
         *(whole, group_of(tiles_m), REPEAT, TILE_M, TILE_K),
     )
     return tiles_m * tiles_k, (m_padded, k_padded), (k_padded, m_padded), scalars
-
-
-@cache
-def _rows_division(m: int, k: int) -> tuple[int, int, int]:
-    """(programs along M, along K, turns) of `_amax_sums_kernel`: at most PROGRAMS, unless K alone needs more."""
-    each = ROUNDS * ROWS
-    programs_k = triton.cdiv(k, COLUMNS)
-    turns = triton.cdiv(triton.cdiv(m, each), max(PROGRAMS // programs_k, 1))
-    return triton.cdiv(m, turns * each), programs_k, turns

@@ -25,7 +25,7 @@ from octavo.kernels.reference.cast import (
 from octavo.kernels.reference.gemm import scaled_mm_nt
 from octavo.kernels.reference.magnitudes import magnitudes
 from octavo.kernels.reference.norm import add_norm_stats, norm_backward, norm_cast, norm_stats
-from octavo.kernels.reference.quantize import cast_current, current_scale, quantize, visible_scale
+from octavo.kernels.reference.quantize import cast_current, current_scale, quantize, row_sums, visible_scale
 from octavo.kernels.reference.random import make_key, random_bits
 from octavo.kernels.reference.reduce import cast_sum, local_scales, pack_codes, sum_codes, unpack_codes
 from octavo.kernels.reference.reduce_scalars import update_mu
@@ -69,6 +69,7 @@ __all__ = [
     "rotary_",
     "rotary_backward",
     "rotary_backward_quantize",
+    "row_sums",
     "scale_from_amax",
     "scaled_mm_nt",
     "split_e4m11",

@@ -26,18 +26,26 @@ def quantize(
     unit: Tensor | None = None,
     stats: Tensor | None = None,
     hint: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
-    """(codes, codes_t, scale, inverse, column_sum) of `x` [M, K]: `cast_transpose` with the scale of its own amax.
+    """(codes, codes_t, scale, inverse, column_sum) of `x` [M, K], or of x - shift: `cast_transpose` with the scale of its own amax.
 
     The scale returned is visible (see `visible_scale`), and inverse is its reciprocal; column_sum is [K], before the cast.
     No result depends on `hint`.
     """
+    if shift is not None:
+        x = x - shift
     maximum = largest(x) if amax is None else amax
     scale = scale_from_amax(maximum, fmt.max, power_of_two)
     codes, codes_t = cast_transpose(x, scale, fmt.dtype, row=row, col=col, stats=stats)
     visible, inverse = visible_scale(scale, maximum, unit)
     sums = None if column_sum is None else x.sum(0, dtype=torch.float32).to(column_sum)
     return codes, codes_t, visible, inverse, sums
+
+
+def row_sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(the sums of the rows of `x` [M, N], FP32 [M]; its amax, FP32, 0-d)."""
+    return x.sum(1, dtype=torch.float32), largest(x)
 
 
 def cast_current(
