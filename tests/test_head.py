@@ -286,8 +286,10 @@ def test_compiles_without_a_graph_break(autocast, backend, seed):
             y = layer(own)
         y.backward(dy.to(y.dtype))
         found.append((y, own.grad, head.weight.grad, head.bias.grad))
+    # A compiler sums the mean row in its own order: a weight that then is beyond a tie has the next code, 2^-4 of one of 21,184 weights.
+    bound = 1e-2 if autocast else 1e-5 if backend == "aot_eager" else 1e-3
     for eager, other in zip(*found, strict=True):
-        assert eager.dtype == other.dtype and eager.any() and relative(other, eager) < (1e-2 if autocast else 1e-5)
+        assert eager.dtype == other.dtype and eager.any() and relative(other, eager) < bound
 
 
 # --- conversion

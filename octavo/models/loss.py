@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from octavo import kernels
 from octavo.formats import Format
+from octavo.kernels.cross_entropy import softmax_gradient
 from octavo.linear.gemm import differentiable_once
 from octavo.models.head_gradients import FP8Gradients, unit_scale
 
@@ -39,12 +41,13 @@ def chunk_loss(logits: Tensor, targets: Tensor, classes: int, fmt: Format | None
     With `fmt`, FP8, the gradient as codes of that format with the scale `unit_scale(fmt)`.
     """
     rows, counts = _places(targets, classes)
+    if fmt is not None:
+        losses, codes = softmax_gradient(logits, rows.squeeze(1), counts.squeeze(1), fmt, unit_scale(fmt))
+        return losses.sum(), codes
     log_probabilities = logits.float().log_softmax(dim=-1)
     loss = -(log_probabilities.gather(1, rows) * counts).sum()
     columns = torch.arange(logits.shape[1], device=logits.device)
     gradient = log_probabilities.exp_().sub_((columns == rows).to(torch.uint8)).mul_(counts)
-    if fmt is not None:
-        return loss, gradient.mul_(unit_scale(fmt)).to(fmt.dtype)
     return loss, gradient.to(logits.dtype)
 
 
@@ -228,8 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · factor, FP32 0-d, made in FP32 and rounded to `dtype`; on a GPU in one pass.
-
-    (A tensor without dims would not widen the product. With one, BF16 · FP32 is FP32, and what it is written to rounds it.)
-    """
-    return torch.mul(x, factor.reshape(1), out=torch.empty(x.shape, dtype=dtype, device=x.device))
+    """x · factor, FP32 0-d, made in FP32 and rounded to `dtype`; in one pass but for FP16, whose overflow has to show."""
+    if dtype == torch.float16:
+        return (x.float() * factor).to(dtype)
+    return kernels.uncast(x, factor.reciprocal(), dtype)

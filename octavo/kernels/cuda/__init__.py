@@ -14,6 +14,7 @@ from octavo.kernels.cuda.activation import (
 from octavo.kernels.cuda.adamw import adamw
 from octavo.kernels.cuda.adamw_step import adamw_commit, adamw_prepare
 from octavo.kernels.cuda.cast import amax, cast, scale_from_amax, uncast
+from octavo.kernels.cuda.cross_entropy import softmax_gradient
 from octavo.kernels.cuda.gemm import scaled_mm_nt
 from octavo.kernels.cuda.magnitudes import magnitudes
 from octavo.kernels.cuda.norm import add_norm_stats, norm_cast, norm_stats
@@ -61,6 +62,7 @@ __all__ = [
     "row_sums",
     "scale_from_amax",
     "scaled_mm_nt",
+    "softmax_gradient",
     "sum_codes",
     "transpose_codes",
     "uncast",

@@ -33,8 +33,8 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def group_of(tiles_m: int) -> int:
-    """GROUP, or 1 where the rows of tiles cannot be shared out."""
-    return GROUP if tiles_m % GROUP == 0 else 1
+    """The largest number up to GROUP that shares out the rows of tiles: 393, of a vocabulary of 50,304, in threes."""
+    return next(size for size in range(GROUP, 0, -1) if tiles_m % size == 0)
 
 
 @triton.jit

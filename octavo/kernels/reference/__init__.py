@@ -22,6 +22,7 @@ from octavo.kernels.reference.cast import (
     transpose_codes,
     uncast,
 )
+from octavo.kernels.reference.cross_entropy import softmax_gradient
 from octavo.kernels.reference.gemm import scaled_mm_nt
 from octavo.kernels.reference.magnitudes import magnitudes
 from octavo.kernels.reference.norm import add_norm_stats, norm_backward, norm_cast, norm_stats
@@ -72,6 +73,7 @@ __all__ = [
     "row_sums",
     "scale_from_amax",
     "scaled_mm_nt",
+    "softmax_gradient",
     "split_e4m11",
     "sum_codes",
     "transpose_codes",
