@@ -1,10 +1,11 @@
 """FP8 on weights that others trained: continues a checkpoint, such as SmolLM2-135M, on given text in BF16, O1 and O2.
 
 Weights trained for trillions of tokens have outliers that fresh ones lack, and SmolLM2's width of 576 is no multiple of 128. All runs
-share data, seed and hyper-parameters. Three tables come out: `loss.csv` (recipe, step, loss, grad_norm, skipped, val_loss), `casts.csv`
-(recipe, step, layer group, kind of cast, share of saturated and of flushed values) and `final.csv`: the last validation loss as the run
-computes it, and that of the same weights in BF16, which is what a user gets who trains in FP8 and serves in BF16. The first has in it what
-rounding the operands of a forward costs; the second what training in FP8 did to the weights.
+share data, seed and hyper-parameters. Four tables come out: `loss.csv` (recipe, step, loss, grad_norm, skipped, val_loss), `casts.csv`
+(recipe, step, layer group, kind of cast, share of saturated and of flushed values), `layers.csv` (recipe, layer, kind of cast, the same
+shares, in one micro-batch after the last step) and `final.csv`: the last validation loss as the run computes it, and that of the same
+weights in BF16, which is what a user gets who trains in FP8 and serves in BF16. The first has in it what rounding the operands of a forward
+costs; the second what training in FP8 did to the weights.
 
     python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 1500 --out runs/smollm2
     python benchmarks/continue_smollm2.py --model SmolLM2-135M --text corpus --steps 3 --seq-len 128 --micro-batch 1   # on a CPU
@@ -22,10 +23,12 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import octavo
 from octavo.bench.peers import torchao_float8
+from octavo.linear import collect_stats
 from octavo.models.layers import Linear
 from octavo.settings import override
 from octavo.train.config import (
@@ -44,6 +47,7 @@ LOSS = ("recipe", "step", "loss", "grad_norm", "skipped", "val_loss")
 FINAL = ("recipe", "val_loss", "val_loss_bf16")
 PEERS = {"torchao-tensorwise": "tensorwise", "torchao-rowwise": "rowwise"}
 CASTS = ("recipe", "step", "group", "kind", "saturated", "flushed")
+LAYERS = ("recipe", "layer", "kind", "saturated", "flushed")
 
 
 def run_config(arguments: argparse.Namespace) -> TrainConfig:
@@ -81,6 +85,33 @@ def tables(recipe: str, records: list[dict[str, Any]]) -> tuple[list[dict[str, A
     return list(losses.values()), casts
 
 
+def layer_casts(recipe: str, trainer: Trainer) -> list[dict[str, Any]]:
+    """Shares of saturated and flushed values by layer and kind of cast, in one more micro-batch of training text.
+
+    Rows for `layers.csv`; none if nothing was cast. Weights and moments stay as they are.
+    """
+    trainer.optimizer.zero_grad()
+    with torch.compiler.set_stance("force_eager"), collect_stats(trainer.model) as stats:
+        trainer.parallel(*trainer.data.next_batch()).backward()
+    trainer.optimizer.zero_grad()
+    return [
+        {"recipe": recipe, "layer": layer, "kind": kind}
+        | {name: counts[name] / counts["numel"] for name in ("saturated", "flushed")}
+        for layer, kinds in stats.items()
+        for kind, counts in kinds.items()
+        if counts["numel"]
+    ]
+
+
+def print_worst(layers: list[dict[str, Any]]) -> None:
+    """Of each recipe and kind of cast, the layer that saturates most and the one that flushes most."""
+    for recipe, kind in dict.fromkeys((row["recipe"], row["kind"]) for row in layers):
+        rows = [row for row in layers if (row["recipe"], row["kind"]) == (recipe, kind)]
+        worst = {name: max(rows, key=lambda row: row[name]) for name in ("saturated", "flushed")}
+        parts = [f"{name} {row[name]:.2e}" + f" ({row['layer']})" * (row[name] > 0) for name, row in worst.items()]
+        print(f"{recipe:8s} {kind:12s} at most {', '.join(parts)}")
+
+
 def back_from_torchao(model: nn.Module) -> None:
     """Let the layers compute in BF16 again; torchao kept their parameters as they were."""
     for module in model.modules():
@@ -108,6 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     losses: list[dict[str, Any]] = []
     casts: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
     final: list[dict[str, Any]] = []
     for recipe in arguments.recipes.split(","):
         scaling = PEERS.get(recipe)
@@ -119,24 +151,20 @@ def main() -> None:
         rows, counted = tables(recipe, read_metrics(trainer.folder / "metrics.jsonl"))
         losses, casts = losses + rows, casts + counted
         val_loss = next(row["val_loss"] for row in reversed(rows) if "val_loss" in row)
+        layers += layer_casts(recipe, trainer)
         if scaling:
             back_from_torchao(trainer.model)
         octavo.export(trainer.model)
         final.append({"recipe": recipe, "val_loss": val_loss, "val_loss_bf16": trainer.validation_loss()})
         write(Path(arguments.out) / "loss.csv", LOSS, losses)
         write(Path(arguments.out) / "casts.csv", CASTS, casts)
+        write(Path(arguments.out) / "layers.csv", LAYERS, layers)
         write(Path(arguments.out) / "final.csv", FINAL, final)
     base = next((row["val_loss"] for row in final if row["recipe"] == "bf16"), None)
     for row in final:
         parts = [f"{row[key]:.4f}" + (f" ({row[key] / base - 1:+.2%})" if base else "") for key in FINAL[1:]]
         print(f"{row['recipe']:8s} validation loss {parts[0]}, of the same weights in BF16 {parts[1]}")
-    worst = max(casts, key=lambda row: row["saturated"], default=None)
-    flushed = max(casts, key=lambda row: row["flushed"], default=None)
-    if worst is not None and flushed is not None:
-        print(f"most saturated: {worst['saturated']:.2e} of {worst['group']}/{worst['kind']} in {worst['recipe']}")
-        print(
-            f"most flushed:   {flushed['flushed']:.2e} of {flushed['group']}/{flushed['kind']} in {flushed['recipe']}"
-        )
+    print_worst(layers)
 
 
 if __name__ == "__main__":

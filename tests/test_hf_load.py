@@ -138,6 +138,8 @@ def test_tensors_are_named(changes: dict, words: list[str], tmp_path: Path) -> N
         ({DOWN: torch.randn(64, 95)}, ["another shape", "model.layers.1.mlp.down_proj.weight"]),
         ({Q: torch.zeros(64, 64)}, ["model.layers.0.self_attn.q_proj.weight", "all zeros"]),
         ({DOWN: _nan((64, 96))}, ["model.layers.1.mlp.down_proj.weight", "infinity or NaN"]),
+        ({NORM: torch.zeros(64)}, ["model.norm.weight", "all zeros"]),
+        ({NORM: torch.full((64,), float("nan"))}, ["model.norm.weight", "infinity or NaN"]),
     ],
 )
 def test_tensors_are_named_for_the_model_of_transformers(changes: dict, words: list[str], tmp_path: Path) -> None:
@@ -146,6 +148,24 @@ def test_tensors_are_named_for_the_model_of_transformers(changes: dict, words: l
     with pytest.raises(ValueError) as error:
         load_transformers(tmp_path)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in [str(tmp_path), *words])
+
+
+def test_norms_without_gain_are_told_from_those_that_add_one(seed: int, tmp_path: Path) -> None:
+    """Zeros in every norm, as a new Gemma has them, load where they are a gain of 1; in LayerNorm they are none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = CONFIGS["llama"][1] | {"head_dim": 16}
+    for kind in ("gemma", "gemma2", "gemma3_text"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+        assert not any(p.any() for name, p in model.named_parameters() if name.endswith("layernorm.weight"))
+        model.save_pretrained(tmp_path / kind)
+        tokens = torch.randint(VOCAB, (2, 16))
+        with torch.no_grad():
+            torch.testing.assert_close(load_transformers(tmp_path / kind)(tokens), model.eval()(tokens).logits)
+    save("gpt2", tmp_path / "gpt2")
+    change_tensors(tmp_path / "gpt2", transformer__h__1__ln_2__weight=torch.zeros(64))
+    with pytest.raises(ValueError, match=r"transformer.h.1.ln_2.weight in .* is all zeros"):
+        load_transformers(tmp_path / "gpt2")
 
 
 @pytest.mark.parametrize(

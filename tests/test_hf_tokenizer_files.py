@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from octavo.data.tokenizers import ByteTokenizer, FileTokenizer, train_bpe
-from octavo.hf.tokenizer_files import copy_tokenizer, write_tokenizer
+from octavo.hf.tokenizer_files import copy_tokenizer, same_tokenizer, write_tokenizer
 
 TEXTS = [
     "Heißer Tee, 12345 mal.",
@@ -52,3 +53,28 @@ def test_files_that_belong_together_are_copied_together(tmp_path: Path) -> None:
     (source / "tokenizer.json").rename(source / "bpe.json")
     copy_tokenizer(source / "bpe.json", out)
     assert {path.name for path in out.iterdir()} == {"tokenizer.json"}
+
+
+def test_the_same_tokenizer_by_what_it_does(tmp_path: Path) -> None:
+    """Written otherwise, or with other special tokens around a text, it is the same; with other merges or another normalizer not."""
+    one = tmp_path / "tokenizer.json"
+    train_bpe(TEXTS * 3, 300, one)
+    content = json.loads(one.read_text())
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    for changes, same in (
+        ({}, True),
+        ({"post_processor": template}, True),
+        ({"model": {**content["model"], "merges": merges}}, True),
+        ({"model": {**content["model"], "merges": content["model"]["merges"][::-1]}}, False),
+        ({"normalizer": {"type": "Lowercase"}}, False),
+    ):
+        (tmp_path / "other.json").write_text(json.dumps(content | changes))
+        assert same_tokenizer(tmp_path, tmp_path / "other.json") == same, changes
+    write_tokenizer("byte", tmp_path)
+    assert same_tokenizer("byte", tmp_path) and not same_tokenizer("byte", tmp_path / "other.json")

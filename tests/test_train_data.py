@@ -12,11 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from evaluating import save_llama
 from training import WORDS, assert_same_checkpoint, exact_records, small_config
 
+from octavo.cli import main
 from octavo.data import IndexedWriter, load_tokenizer, train_bpe
 from octavo.data.corpus import write_manifest
 from octavo.data.tokens import is_held_out
+from octavo.evaluate.models import load_model
+from octavo.hf.checkpoint import TOKENIZER_FILES
 from octavo.train.data import Data
 from octavo.train.metrics import read_metrics
 from octavo.train.trainer import Trainer
@@ -100,6 +104,35 @@ def test_the_tokenizer_of_a_checkpoint_must_be_that_of_the_corpus(tmp_path: Path
                 ValueError, match=r"was prepared with tokenizer .* and model.from asks for .*checkpoint"
             ):
                 make_data(mixed_config(tmp_path), source=source)
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_a_checkpoint_keeps_its_tokenizer_on_a_corpus_of_it(rewritten: bool, seed: int, tmp_path: Path) -> None:
+    """Its special tokens and chat template too, though the corpus has a copy, or one written otherwise, without special tokens around
+    a text: run and export are scored on the same ids."""
+    llama = save_llama(tmp_path / "llama", seed)
+    (llama / "chat_template.jinja").write_text("{{ messages }}")
+    copy = tmp_path / "corpus" / "tokenizer.json"
+    copy.parent.mkdir()
+    content = json.loads((llama / copy.name).read_text())
+    copy.write_text(json.dumps(content | {"post_processor": None}) if rewritten else (llama / copy.name).read_text())
+    write_corpus(copy.parent, load_tokenizer(copy))
+    config = mixed_config(
+        tmp_path,
+        f"model.from={llama}",
+        "model.dim=none",
+        "model.n_layers=none",
+        "train.steps=1",
+        "model.break_even=none",
+    )
+    Trainer(config).run()
+    assert main(["export", config.out, str(tmp_path / "export")]) == 0
+    for file in TOKENIZER_FILES:
+        assert (llama / file).exists() == (tmp_path / "export" / file).exists()
+        assert not (llama / file).exists() or (llama / file).read_bytes() == (tmp_path / "export" / file).read_bytes()
+    run, exported = (load_model(path, "bf16", device="cpu") for path in (config.out, tmp_path / "export"))
+    ids = run.codec.encode("A dog.")
+    assert ids[0] == run.codec.bos == 0 and ids == exported.codec.encode("A dog.") and run.codec.eos == 1
 
 
 def test_settings_that_do_nothing_are_named_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from octavo.cli import main
 from octavo.convert import export as unconvert
 from octavo.data.tokenizers import train_bpe
 from octavo.hf import load_decoder
+from octavo.hf.checkpoint import Checkpoint
 from octavo.hf.tokenizer_files import write_tokenizer
 from octavo.settings import override
 from octavo.train.config import ModelConfig, TrainConfig
 from octavo.train.presets import tiny
 from octavo.train.restore import SavedRun
 from octavo.train.setup import build_optimizer
+from octavo.train.source import save_source
 from octavo.train.trainer import Trainer
 
 WAYS = ("decoder", "transformers")
@@ -217,6 +220,27 @@ def test_from_is_first_and_clears_the_architecture() -> None:
         override(tiny(), ["model.dim=none"])
     with pytest.raises(ValueError, match="checkpoint.*needs .*source.*copy it too|no checkpoint"):
         SavedRun.open("x")
+
+
+def test_only_another_tokenizer_replaces_that_of_the_checkpoint(seed: int, tmp_path: Path) -> None:
+    """By what it does, not by its path; bytes too, which have no file."""
+    checkpoint = Checkpoint.open(source(tmp_path))
+    (checkpoint.path / "chat_template.jinja").write_text("{{ messages }}")
+    content = json.loads((checkpoint.path / "tokenizer.json").read_text())
+    (tmp_path / "lower.json").write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    (tmp_path / "copy.json").write_text(json.dumps(content))
+    run = tmp_path / "run"
+    run.mkdir()
+    for tokenizer, kept in (("byte", True), (tmp_path / "copy.json", True), (tmp_path / "lower.json", False)):
+        save_source(run / "source", checkpoint, tokenizer)
+        assert (run / "source" / "chat_template.jinja").exists() == kept
+        found = json.loads((run / "source" / "tokenizer.json").read_text())
+        assert (found["normalizer"] is None) == kept
+    for file in checkpoint.path.glob("*token*"):
+        file.unlink()
+    save_source(run / "source", checkpoint, "byte")  # one without a tokenizer
+    assert json.loads((run / "source" / "tokenizer.json").read_text()) == content
+    assert not (run / "source" / "chat_template.jinja").exists()
 
 
 def test_what_an_unsaved_run_left_is_replaced(seed: int, tmp_path: Path) -> None:

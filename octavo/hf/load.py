@@ -2,7 +2,8 @@
 
 Two ways. `load_decoder` builds our `Transformer` on the meta device and fills it parameter by parameter from slices of the files;
 each block is converted before the next is read. `load_transformers` takes the model of transformers itself, any family that it
-knows. Both check names and shapes of all tensors first, and refuse a matrix of zeros or a value that is not finite by its name.
+knows. Both check names and shapes of all tensors first, and refuse a matrix of zeros, a norm without gain or a value that is not
+finite by its name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from octavo.hf.causal_lm import CausalLM
 from octavo.hf.checkpoint import SCALE, Checkpoint, _more
 from octavo.hf.config import OTHER_WAY, decoder_config, warn_of_dropout
 from octavo.hf.families import Family, family_of, pieces
+from octavo.hf.values import check_gains, check_values, not_finite, zeros
 from octavo.models import Transformer, TransformerConfig
 from octavo.recipe import Recipe
 
@@ -144,24 +146,6 @@ def _return_freed_memory() -> None:
             trim(0)
 
 
-def check_values(name: str, values: Tensor, path: Path) -> None:
-    """Raises `ValueError` for a matrix of zeros or a value that is not finite."""
-    if not values.isfinite().all():
-        raise ValueError(not_finite(name, path))
-    if values.ndim > 1 and not values.any():
-        raise ValueError(zeros(name, path))
-
-
-def zeros(name: str, path: Path) -> str:
-    """What is said of a matrix of zeros."""
-    return f"{name} in {path} is all zeros: the checkpoint was not written in full, or its weights were never set"
-
-
-def not_finite(name: str, path: Path) -> str:
-    """What is said of a tensor with an infinity or NaN."""
-    return f"{name} in {path} holds an infinity or NaN: the run that wrote it had diverged"
-
-
 def _body(family: Family, names: Iterable[str]) -> str:
     """The prefix of the tensors; a checkpoint of the bare model, without a head, has none."""
     return family.body if any(name.startswith(family.body) for name in names) else ""
@@ -220,7 +204,8 @@ def load_transformers(
         _fill(model, checkpoint)
     else:  # tensors that the library renames, merges or leaves out as it loads, or wrong ones
         model = _from_pretrained(library.transformers, checkpoint, parameters)
-    return CausalLM(model.eval(), dtype)
+    check_gains(model.eval(), checkpoint.path)
+    return CausalLM(model, dtype)
 
 
 def _names_with_ties(model: Any) -> set[str]:

@@ -18,7 +18,7 @@ from octavo.hf.checkpoint import Checkpoint
 from octavo.hf.config import decoder_config
 from octavo.hf.gguf import cached_conversion
 from octavo.hf.load import load_transformers
-from octavo.hf.tokenizer_files import copy_tokenizer
+from octavo.hf.tokenizer_files import copy_tokenizer, same_tokenizer, write_tokenizer
 from octavo.models import TransformerConfig
 from octavo.train.config import ModelConfig, TrainConfig
 
@@ -58,7 +58,8 @@ def open_source(config: TrainConfig, folder: Path, resumed: bool) -> Checkpoint 
 def save_source(folder: Path, source: Checkpoint | None, tokenizer: str | Path) -> None:
     """Copies into `folder` what an export or a resumed run needs besides the weights: config, generation settings, tokenizer.
 
-    A resumed run reads from `folder` itself, which then stays; else it may hold what a run left that never saved a checkpoint.
+    The checkpoint's tokenizer stays as it is, with its special tokens and chat template, if the run's is the same, as that of a prepared
+    corpus is. A resumed run reads from `folder` itself, which then stays; else it may hold what a run left that never saved a checkpoint.
     """
     if folder in (source.path if source is not None else None, Path(tokenizer).parent):
         return
@@ -66,10 +67,12 @@ def save_source(folder: Path, source: Checkpoint | None, tokenizer: str | Path) 
     if source is None and tokenizer == ByteTokenizer.name:
         return
     folder.mkdir()
-    if source is not None:
-        source.copy_settings(folder)
-    if source is None or tokenizer != source.tokenizer:
+    if source is None:
         copy_tokenizer(tokenizer, folder)
+        return
+    source.copy_settings(folder)
+    own = source.tokenizer
+    write_tokenizer(own if own is not None and same_tokenizer(own, tokenizer) else tokenizer, folder)
 
 
 def source_config(config: TrainConfig, source: Checkpoint) -> TransformerConfig:
