@@ -63,6 +63,7 @@ def prepare(
                 prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True
             ) as made:
                 _write_shards(read_documents(source, max_bytes), tokenizer, Path(made), validation)
+                _fill_empty_side(Path(made), tokenizer, validation)
                 _publish(Path(made), folder)
         except OSError as error:
             raise OSError(
@@ -95,7 +96,6 @@ def _write_shards(documents: Iterable[str], tokenizer: Tokenizer, folder: Path, 
             for text, pieces in zip(batch, _encode(tokenizer, batch, dtype), strict=True):
                 ids = np.concatenate([*pieces, [tokenizer.eot]], dtype=dtype, casting="unsafe")
                 (held_out if is_held_out(text, share) else train).add(ids)
-    _fill_empty_side(folder, tokenizer, share)
 
 
 def _encode(tokenizer: Tokenizer, batch: list[str], dtype: np.dtype[Any]) -> Iterable[list[npt.NDArray[Any]]]:
