@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import random
 import warnings
 
 import pytest
@@ -182,3 +183,52 @@ def test_file_that_goes_away_while_it_is_read(tmp_path):
     (tmp_path / "b.txt").unlink()
     with pytest.raises(ValueError, match=r"b\.txt cannot be read: No such file"):
         next(documents)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.html", "a.txt.gz", "a.xz", "a.jsonl", "a.jsonl.gz"])
+def test_a_document_that_is_too_long_is_refused_by_name_and_size(name, tmp_path, monkeypatch):
+    """One of the greatest length is taken, one byte more is not; several in one file are judged one by one."""
+    limit = 3000
+    monkeypatch.setattr("octavo.data.sources.MAX_DOCUMENT_BYTES", limit)
+    monkeypatch.setattr("octavo.data.sources.CHUNK", 700)
+
+    def write(size):
+        records = [bytes([letter]) * size for letter in b"abc"]
+        if ".jsonl" in name:
+            content = b"\n".join(b'"' + record[3:] + b'"' for record in records) + b"\n"  # quotes and line break count
+        else:
+            content = b"\0".join(records) if name.endswith(("gz", "xz")) else records[0]
+        if name.endswith(("gz", "xz")):
+            content = gzip.compress(content) if name.endswith("gz") else lzma.compress(content)
+        (tmp_path / name).write_bytes(content)
+
+    write(limit)
+    assert len(list(read_documents(tmp_path / name))) == (1 if name in ("a.txt", "a.html") else 3)
+    write(limit + 1)
+    with pytest.raises(
+        ValueError, match=rf"{name} .* of (at least )?3,001 bytes, and a document may have 3,000: cut it"
+    ):
+        list(read_documents(tmp_path))
+
+
+def test_memory_that_ends_is_told_with_the_file(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("octavo.data.sources._whole", fail)
+    with pytest.raises(ValueError, match=r"a.txt does not fit into memory"):
+        list(read_documents(tmp_path))
+
+
+def test_duplicates_and_sizes_of_long_texts(tmp_path, monkeypatch, seed):
+    """The hash and the length of a text do not depend on how it is cut for hashing."""
+    monkeypatch.setattr("octavo.data.sources.CHUNK", 7)
+    text = "".join(random.Random(seed).choices("aé漢🙂 ", k=50)) + "x"
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text(text)
+    (tmp_path / "2.txt").write_text(text + "y")
+    assert list(read_documents(tmp_path)) == [text, text + "y"]
+    assert list(read_documents(tmp_path, max_bytes=len(text.encode()))) == [text]
+    assert list(read_documents(tmp_path, max_bytes=len(text.encode()) + 1)) == [text, text + "y"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.data import IndexedShard, load_tokenizer, prepare, train_bpe
+from octavo.data.long_texts import PIECE_CHARACTERS
 from octavo.data.tokens import SPLITS, is_held_out
 
 TEXTS = ["plain", "Ünïcödé 漢字 🙂", "tabs\tand\nlines\n", "a<|endoftext|>b", "1234567", " "]
@@ -225,3 +226,34 @@ def test_files_of_a_cache(corpus):
     shard = prepare(folder, load_tokenizer("byte"), cache).train
     expected = {f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".idx", ".json")}
     assert {path.name for path in shard.path.parent.iterdir()} == expected
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_a_long_document_is_tokenized_in_pieces(kind, bpe, tmp_path, seed, monkeypatch):
+    """Its ids are those of the whole, in the order of the documents, and the tokenizer never gets much at once."""
+    rng = np.random.default_rng(seed)
+    tokenizer = load_tokenizer("byte") if kind == "byte" else bpe[0]
+    words = np.array(["the", "quick", "brøwn", "fox\n", "12345", "lazy,", "漢字", "dog. "])
+    long = " ".join(rng.choice(words, 600_000))
+    assert len(long) > 2 * PIECE_CHARACTERS
+    folder = tmp_path / "text"
+    folder.mkdir()
+    texts = [" ".join(rng.choice(words, 50)) for _ in range(20)]
+    texts.insert(int(rng.integers(20)), long)
+    for number, text in enumerate(texts):
+        (folder / f"{number:02}.txt").write_text(text, newline="")
+    whole = tokenizer.encode_batch([long])[0]
+    taken, encode_batch = [], type(tokenizer).encode_batch
+
+    def watched(self, batch):
+        taken.append(sum(map(len, batch)))
+        return encode_batch(self, batch)
+
+    monkeypatch.setattr(type(tokenizer), "encode_batch", watched)
+    corpus = prepare(folder, tokenizer, tmp_path / "cache", validation=0.3)
+    assert max(taken) <= PIECE_CHARACTERS + 1
+    for shard, held_out in zip(corpus, (False, True), strict=True):
+        assert documents_of(shard, tokenizer) == [text for text in texts if is_held_out(text, 0.3) == held_out]
+    tokens = np.asarray(corpus[is_held_out(long, 0.3)].tokens)
+    longest = max(np.split(tokens, np.flatnonzero(tokens == tokenizer.eot)), key=len)
+    assert longest[longest != tokenizer.eot].tolist() == whole.tolist()

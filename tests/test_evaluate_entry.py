@@ -125,6 +125,46 @@ def test_a_run_and_a_corpus_by_source(place, seed, tmp_path, monkeypatch):
         )
 
 
+def test_a_source_that_holds_out_too_little_is_left_out(place, seed, tmp_path, capsys):
+    """Of three sources one has no held-out token and one fewer than a window: the third is measured, both are told of."""
+    rng = np.random.default_rng(seed)
+    byte = load_tokenizer("byte")
+    sizes = {"wiki": 0, "books": 12, "code": 90}
+
+    def write(names):
+        sources = []
+        for name in names:
+            shards = {}
+            for side, size in (("train", 300), ("validation", sizes[name])):
+                shards[side] = f"shards/{name}/{side}-00000"
+                (tmp_path / shards[side]).parent.mkdir(parents=True, exist_ok=True)
+                with IndexedWriter(tmp_path / shards[side], "uint16") as writer:
+                    if size:
+                        writer.add(rng.integers(32, 127, size))
+            sources.append((name, 1.0, None, [shards["train"]], [shards["validation"]]))
+        write_manifest(tmp_path, byte, sources)
+
+    write(sizes)
+    out = tmp_path / "out"
+    config = EvalConfig([str(place / "run")], corpus=str(tmp_path), device="cpu", window=16, out=str(out))
+    with pytest.warns(UserWarning, match="not every source .* is measured. wiki: holds out 0 tokens") as warned:
+        (results,) = evaluate(config)
+    assert len([one for one in warned if "not every source" in str(one.message)]) == 1
+    assert [m.name for m in results.measurements] == ["corpus/code"]
+    assert list(results.missing) == ["corpus/wiki", "corpus/books"]
+    assert "--window" not in results.missing["corpus/wiki"]  # no window is small enough
+    assert "larger share for validation" in results.missing["corpus/wiki"]
+    assert results.missing["corpus/books"].endswith("or use --window 11")
+    assert Results.read(out / "run-O2.json").missing == results.missing
+    assert "missing: corpus/wiki (holds out 0 tokens" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="wiki: holds out 0 tokens"):
+        (longer,) = evaluate(replace(config, window=11))
+    assert [m.name for m in longer.measurements] == ["corpus/books", "corpus/code"]
+    write(["wiki"])
+    with pytest.raises(ValueError, match="no source of .* can be measured. wiki: holds out 0 .*share for validation$"):
+        evaluate(config)
+
+
 @pytest.mark.parametrize(
     "command, message",
     [

@@ -14,10 +14,11 @@ import torch
 from evaluating import sentence
 
 from octavo.data import load_tokenizer
+from octavo.data.long_texts import PIECE_CHARACTERS
 from octavo.evaluate.codec import OctavoCodec
 from octavo.evaluate.generation import Sampling, generate
 from octavo.evaluate.models import LoadedModel
-from octavo.evaluate.perplexity import text_loss, token_loss, windows
+from octavo.evaluate.perplexity import _encode, text_loss, token_loss, windows
 from octavo.evaluate.scoring import Scorer
 from octavo.formats import NumericsError
 from octavo.models import Transformer, TransformerConfig
@@ -142,6 +143,27 @@ def test_a_limit_cuts_after_so_many_windows(loaded, seed):
     full, cut = text_loss(loaded, [text, text]), text_loss(loaded, [text, text], limit=2)
     assert np.array(cut.windows) == pytest.approx(np.array(full.windows[:2])) and cut.tokens == 2 * WINDOW
     assert cut.bytes == 2 * WINDOW
+
+
+def test_a_limit_bounds_what_is_tokenized(loaded, seed, monkeypatch):
+    """Of a long text one piece; the whole of it in pieces gives its own ids, words and bytes."""
+    rng = random.Random(seed)
+    text = " ".join(sentence(rng, rng.randrange(3, 9)) + rng.choice(["", "\n", " café"]) for _ in range(50_000))
+    assert len(text) > PIECE_CHARACTERS
+    ids, words, size = _encode(loaded.codec, text, None)
+    assert ids.tolist() == loaded.codec.encode(text, special=False)
+    assert (words, size) == (len(text.split()), len(text.encode()))
+    endless = "é" * (PIECE_CHARACTERS + 5)
+    assert _encode(loaded.codec, endless, None)[1:] == (1, 2 * len(endless))
+    taken = []
+    encode = type(loaded.codec).encode
+    monkeypatch.setattr(
+        type(loaded.codec), "encode", lambda self, part, special=None: taken.append(part) or encode(self, part, special)
+    )
+    cut = text_loss(loaded, [text, text], limit=3, stride=WINDOW // 2)
+    assert len(cut.windows) == 3 and cut.tokens == 2 * WINDOW and len(taken) == 1
+    short = text_loss(loaded, [text[: len(taken[0])]], limit=3, stride=WINDOW // 2)
+    assert cut == short
 
 
 def test_bad_strides_and_empty_texts(loaded):

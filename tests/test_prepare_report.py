@@ -13,6 +13,7 @@ from corpora import corpus_config, text, write_sources
 
 from octavo.data.corpus import PreparedCorpus
 from octavo.prepare.pipeline import prepare
+from octavo.prepare.report import UNREADABLE_FILES
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,35 @@ def test_page_stands_alone_and_escapes_text(out: Path) -> None:
         assert word in page
     for name in ("dropped.png", "mixture.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_bad_file_is_named_and_cuts_are_told(tmp_path: Path, seed: int) -> None:
+    """Whoever reads the report learns of each bad file, in order, whatever the number of tasks; and what is left out."""
+    rng = random.Random(seed)
+    sources = write_sources(tmp_path, seed=23, documents=15)
+    lines = rng.randrange(300, 400)
+    (tmp_path / "notes" / "a.jsonl").write_bytes(b"\xff\xfe\n" * lines)
+    (tmp_path / "notes" / "latin.jsonl").write_bytes('"caf\u00e9"\n'.encode("latin-1"))
+    more = rng.randrange(1, 50)
+    for number in range(UNREADABLE_FILES + more):
+        (tmp_path / "notes" / f"empty{number:03}.jsonl").write_text('""')
+    (tmp_path / "notes" / "zz.jsonl").write_text("{")
+    found = []
+    for tasks, workers in ((1, 1), (4, 2)):
+        config = corpus_config(tmp_path, sources, tasks=tasks, workers=workers, out=str(tmp_path / f"out{tasks}"))
+        folder = prepare(config)
+        found.append(json.loads((folder / "report.json").read_text())["sources"]["notes"])
+    assert found[0]["unreadable"] == found[1]["unreadable"]
+    bad = found[0]["unreadable"]
+    assert [(Path(e["path"]).name, e["reason"], e["records"]) for e in bad if e["reason"] != "empty"] == [
+        ("a.jsonl", "encoding", lines),
+        ("latin.jsonl", "encoding", 1),
+        ("zz.jsonl", "not_json", 1),
+    ]
+    empty = [f"empty{number:03}.jsonl" for number in range(UNREADABLE_FILES)]
+    assert [Path(e["path"]).name for e in bad if e["reason"] == "empty"] == empty
+    assert [first["record"] for first in bad[0]["first"]] == [0, 1, 2]
+    assert found[0]["unreadable_not_listed"] == found[1]["unreadable_not_listed"] == {"empty": more}
+    page = (folder / "report.html").read_text()
+    assert f"and {lines - 3} more records" in page and f"And {more} more files: empty." in page
+    assert "latin.jsonl" in page and "zz.jsonl" in page

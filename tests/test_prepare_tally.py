@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from datatrove.data import Document
 
-from octavo.prepare.tally import SAMPLE_CHARACTERS, SAMPLES, UNREADABLE, Excerpts, Tally, read_counts, utf8_bytes
+from octavo.prepare.tally import (
+    SAMPLE_CHARACTERS,
+    SAMPLES,
+    UNREADABLE_RECORDS,
+    Excerpts,
+    Tally,
+    read_counts,
+    utf8_bytes,
+)
 
 
 def run(folder: Path, rank: int, texts: list[str]) -> Tally:
@@ -57,16 +65,30 @@ def test_samples_are_few_and_short(tmp_path: Path) -> None:
     assert len(samples) == SAMPLES and all(len(sample["text"]) == SAMPLE_CHARACTERS for sample in samples)
 
 
-def test_unreadable_files_are_listed_up_to_a_limit(tmp_path: Path) -> None:
-    tally = Tally(tmp_path)
-    for number in range(UNREADABLE + 50):
-        metadata = {"filter_reason": "binary", "path": f"f{number}", "record": 0, "detail": "a NUL byte"}
-        tally.write(Document("", str(number), [], metadata))
-    assert list(tally.run(iter([]))) == []
+def problem(path: str, record: int, reason: str = "binary") -> Document:
+    metadata = {"filter_reason": reason, "path": path, "record": record, "detail": f"a NUL byte in {record}"}
+    return Document("", f"{path}.{record}", [], metadata)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_a_file_of_many_bad_records_hides_no_other(tmp_path: Path, tasks: int, seed: int) -> None:
+    """The same list for any number of tasks, also where the records of a file were dealt to several."""
+    problems = [problem("a.jsonl", record) for record in range(1000)]
+    problems += [problem(f"f{number}", 0) for number in range(500)] + [problem("f7", 9, "not_json")]
+    random.Random(seed).shuffle(problems)
+    for rank in range(tasks):
+        tally = Tally(tmp_path)
+        for document in problems[rank::tasks]:
+            tally.write(document)
+        assert list(tally.run(iter([]), rank)) == []
     counts = read_counts(tmp_path)
-    assert counts.dropped["binary"].documents == UNREADABLE + 50
-    assert len(counts.unreadable) == UNREADABLE
-    assert counts.unreadable[0] == {"path": "f0", "record": 0, "detail": "a NUL byte", "reason": "binary"}
+    assert counts.dropped["binary"].documents == 1500
+    binary = counts.unreadable["binary"]
+    assert sorted(binary) == sorted(["a.jsonl", *(f"f{number}" for number in range(500))])
+    assert binary["a.jsonl"].records == 1000 and binary["f3"].records == 1
+    first = [{"record": record, "detail": f"a NUL byte in {record}"} for record in range(UNREADABLE_RECORDS)]
+    assert binary["a.jsonl"].first == first
+    assert counts.unreadable["not_json"]["f7"].first == [{"record": 9, "detail": "a NUL byte in 9"}]
 
 
 def test_excerpts_are_of_the_named_documents(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class IndexedWriter:
                 f"{self.prefix}: document {len(self._lengths)} has {given.size:,} tokens with ids {given.min()} to {given.max()}, "
                 f"and {self.dtype} takes {limits.min} to {limits.max}: choose the dtype by token_dtype(vocab_size)"
             )
-        block = given.astype(self.dtype).tobytes()
+        block = np.ascontiguousarray(given, self.dtype).view(np.uint8).data  # a long document is not copied
         self._bin.write(block)
         self._digest.update(block)
         self._lengths.append(given.size)

@@ -11,6 +11,8 @@ exact duplicates are dropped by hash, 16 bytes a document. Equal files therefore
 | `.jsonl` | a document a line: a JSON string, or an object with a string under "text" |
 | any of them + `.gz` or `.xz` | the same, decompressed; NUL bytes separate the documents of a text |
 | `.gz`, `.xz` alone | text, NUL bytes separate documents |
+
+A document is held in memory as a whole, so one of more than `MAX_DOCUMENT_BYTES` is refused.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ COMPRESSED = (".gz", ".xz")
 ARCHIVES = (".tar", ".tgz", ".zip")
 SEPARATOR = b"\0"
 CHUNK = 1 << 20
+MAX_DOCUMENT_BYTES = 1 << 30
+"""Of the longest document that is taken, as it stands in its file."""
 
 
 class _Kind(NamedTuple):
@@ -61,17 +65,26 @@ def read_documents(source: str | Path, max_bytes: int | None = None) -> Iterator
     seen: set[bytes] = set()
     size = 0
     for text in _all_documents(source):
-        encoded = text.encode()
-        digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        if digest in seen or not text.strip():
+        digest, length = _digest(text)
+        if digest in seen or not text or text.isspace():
             continue
         seen.add(digest)
-        size += len(encoded)
+        size += length
         yield text
         if max_bytes is not None and size >= max_bytes:
             return
     if not seen:
         raise ValueError(f"{source} holds no text: the corpus is empty")
+
+
+def _digest(text: str) -> tuple[bytes, int]:
+    """A hash of `text` and its length in UTF-8, without a copy of all of it."""
+    digest, length = hashlib.blake2b(digest_size=16), 0
+    for begin in range(0, len(text), CHUNK):
+        encoded = text[begin : begin + CHUNK].encode()
+        digest.update(encoded)
+        length += len(encoded)
+    return digest.digest(), length
 
 
 def source_files(source: str | Path) -> list[tuple[str, Path]]:
@@ -174,16 +187,17 @@ def _all_documents(source: str | Path) -> Iterator[str]:
 
 
 def _read_file(path: Path) -> Iterator[str]:
-    """The documents of one file. Raises `UnicodeError` if it is binary, `ValueError` if it is damaged or malformed."""
+    """The documents of one file. Raises `UnicodeError` if it is binary, `ValueError` if it is damaged, malformed or too long."""
     kind = _kind(path)
     with _readable(path), _open(path, kind.compression) as file:
         if kind.suffix in JSONL:
             yield from _records(path, file)
             return
-        for part in _parts(file) if kind.compression else [file.read()]:
+        for part in _parts(path, file) if kind.compression else _whole(path, file):
             if SEPARATOR in part:
                 raise UnicodeError(f"a NUL byte at {part.index(SEPARATOR)}")
             text = part.decode("utf-8-sig")
+            del part  # a long text need not be in memory twice
             yield strip_html(text) if kind.suffix in HTML else text
 
 
@@ -193,17 +207,45 @@ def _open(path: Path, compression: str) -> IO[bytes]:
     return cast(IO[bytes], lzma.open(path)) if compression == ".xz" else path.open("rb")
 
 
-def _parts(file: IO[bytes]) -> Iterator[bytes]:
+def _whole(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    size = os.fstat(file.fileno()).st_size
+    if size > MAX_DOCUMENT_BYTES:
+        raise _too_long(f"{path} is one document of {size:,} bytes")
+    yield file.read()
+
+
+def _parts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """The NUL-separated parts of a stream that need not fit in memory."""
-    rest = b""
+    pending: list[bytes] = []
+    size = 0
     while chunk := file.read(CHUNK):
-        *whole, rest = (rest + chunk).split(SEPARATOR)
-        yield from whole
-    yield rest
+        first, *others = chunk.split(SEPARATOR)
+        pending.append(first)
+        size += len(first)
+        if size > MAX_DOCUMENT_BYTES:
+            raise _too_long(f"{path} holds a document of at least {size:,} bytes")
+        for other in others:
+            yield b"".join(pending)
+            pending, size = [other], len(other)
+    yield b"".join(pending)
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+        if len(line) > MAX_DOCUMENT_BYTES:
+            raise _too_long(f"{path} holds a record of at least {len(line):,} bytes")
+        yield line
+
+
+def _too_long(what: str) -> ValueError:
+    return ValueError(
+        f"{what}, and a document may have {MAX_DOCUMENT_BYTES:,}: cut it into several files or JSON lines, or prepare it with "
+        "octavo prepare and split_characters"
+    )
 
 
 def _records(path: Path, file: IO[bytes]) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(_lines(path, file), 1):
         if not line.strip():
             continue
         try:
@@ -227,3 +269,5 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged, or not compressed as its name says: {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except MemoryError:
+        raise ValueError(f"{path} does not fit into memory: cut its documents into shorter ones") from None

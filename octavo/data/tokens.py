@@ -14,18 +14,22 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.data.indexed import IndexedShard, IndexedWriter, token_dtype
+from octavo.data.long_texts import PIECE_CHARACTERS, encode_pieces
 from octavo.data.sources import fingerprint, read_documents
 from octavo.data.tokenizers import Tokenizer
 
 LAYOUT = "octavo-tokens-2"
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 4 << 20
-"""Text that is tokenized at once: enough to keep all threads of a fast tokenizer busy, and a fixed amount of memory."""
+"""Text of short documents that is tokenized at once: enough to keep all threads of a fast tokenizer busy, and a fixed amount of
+memory. Long documents are tokenized piece by piece, see `octavo.data.long_texts`."""
+HASHED_CHARACTERS = 1 << 20
 
 
 class Corpus(NamedTuple):
@@ -59,6 +63,7 @@ def prepare(
                 prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True
             ) as made:
                 _write_shards(read_documents(source, max_bytes), tokenizer, Path(made), validation)
+                _fill_empty_side(Path(made), tokenizer, validation)
                 _publish(Path(made), folder)
         except OSError as error:
             raise OSError(
@@ -70,8 +75,10 @@ def prepare(
 
 def is_held_out(text: str, share: float) -> bool:
     """Whether a document belongs to the validation set: a property of its text alone."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"held-out").digest()
-    return int.from_bytes(digest, "little") < share * 2**64
+    digest = hashlib.blake2b(digest_size=8, person=b"held-out")
+    for begin in range(0, len(text), HASHED_CHARACTERS):
+        digest.update(text[begin : begin + HASHED_CHARACTERS].encode())
+    return int.from_bytes(digest.digest(), "little") < share * 2**64
 
 
 def _open(folder: Path) -> Corpus:
@@ -86,15 +93,29 @@ def _write_shards(documents: Iterable[str], tokenizer: Tokenizer, folder: Path, 
     train, held_out = (IndexedWriter(folder / name, dtype, tokenizer) for name in SPLITS)
     with train, held_out:
         for batch in _batches(documents):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                (held_out if is_held_out(text, share) else train).add(np.append(ids, tokenizer.eot))
-    _fill_empty_side(folder, tokenizer, share)
+            for text, pieces in zip(batch, _encode(tokenizer, batch, dtype), strict=True):
+                ids = np.concatenate([*pieces, [tokenizer.eot]], dtype=dtype, casting="unsafe")
+                (held_out if is_held_out(text, share) else train).add(ids)
+
+
+def _encode(tokenizer: Tokenizer, batch: list[str], dtype: np.dtype[Any]) -> Iterable[list[npt.NDArray[Any]]]:
+    """The ids of each document, in pieces."""
+    if len(batch) > 1 or len(batch[0]) <= PIECE_CHARACTERS:
+        return [[ids] for ids in tokenizer.encode_batch(batch)]
+    return [[ids for _, ids in encode_pieces(lambda text: tokenizer.encode_batch([text])[0], batch[0], dtype)]]
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Documents to tokenize at once; a long one is alone."""
     batch: list[str] = []
     size = 0
     for text in documents:
+        if len(text) > PIECE_CHARACTERS:
+            if batch:
+                yield batch
+            yield [text]
+            batch, size = [], 0
+            continue
         batch.append(text)
         size += len(text)
         if size >= BATCH_CHARACTERS:

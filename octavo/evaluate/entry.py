@@ -24,7 +24,7 @@ import torch
 from octavo.data.corpus import PreparedCorpus
 from octavo.data.sources import fingerprint
 from octavo.evaluate.compare import Comparison, compare
-from octavo.evaluate.measure import measure_corpus, measure_tasks, measure_text
+from octavo.evaluate.measure import choose_sources, measure_corpus, measure_tasks, measure_text
 from octavo.evaluate.models import LoadedModel, find_model, load_model
 from octavo.evaluate.plots import headline, plot_comparison
 from octavo.evaluate.results import Results
@@ -122,11 +122,12 @@ def evaluate(config: EvalConfig) -> list[Results]:
         limit, window = config.limit, loaded.scorer.window
         if config.stride is not None and config.stride > window:
             raise ValueError(f"the stride is {config.stride}: it must be from 1 to the window of {window} tokens")
-        by_source = [] if corpus is None else measure_corpus(loaded, label, corpus, limit=limit)
+        sources, left_out = ([], {}) if corpus is None else choose_sources(loaded, corpus)
         measurements = [*measure_tasks(loaded, label, local, hub, limit=limit, add_bos=config.add_bos)]
         if config.text is not None:
             measurements.append(measure_text(loaded, label, config.text, checksum, stride=config.stride, limit=limit))
-        measurements += by_source
+        if corpus is not None:
+            measurements += measure_corpus(loaded, label, corpus.folder, sources, limit=limit)
         results.append(
             Results(
                 label=label,
@@ -135,7 +136,7 @@ def evaluate(config: EvalConfig) -> list[Results]:
                 settings=_settings(loaded, config),
                 versions={**versions(), **_libraries()},
                 measurements=measurements,
-                missing=missing,
+                missing={**missing, **left_out},
             )
         )
         written = results[-1].write(Path(config.out))

@@ -7,11 +7,12 @@ import hashlib
 import math
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from octavo.data.corpus import PreparedCorpus
+from octavo.data.corpus import CorpusSource, PreparedCorpus
 from octavo.data.sources import read_documents
 from octavo.evaluate.compare import paired
 from octavo.evaluate.models import LoadedModel
@@ -115,12 +116,10 @@ class _WithoutBars:
         return getattr(self._stream, name)
 
 
-def measure_corpus(
-    loaded: LoadedModel, label: str, corpus: PreparedCorpus, *, limit: int | None = None
-) -> Iterator[Measurement]:
-    """The loss on the held-out documents of each source, its first `limit` windows; the corpus is checked before anything is measured.
+def choose_sources(loaded: LoadedModel, corpus: PreparedCorpus) -> tuple[list[CorpusSource], dict[str, str]]:
+    """(the sources of `corpus` that hold out enough to be measured; `corpus/NAME` → why not, for the others, which are warned of).
 
-    Raises `ValueError` for a corpus of another tokenizer and for a source that holds out less than a window.
+    Raises `ValueError` for a corpus of another tokenizer and for one without a source that holds out as much as a window.
     """
     tokenizer = corpus.load_tokenizer()
     if tokenizer.vocabulary() != loaded.codec.vocabulary():
@@ -128,20 +127,38 @@ def measure_corpus(
             f"{corpus.folder} was prepared with tokenizer {corpus.tokenizer} ({tokenizer.vocab_size:,} tokens), and "
             f"{loaded.description['path']} has another ({loaded.codec.name}): prepare it with the tokenizer of the model"
         )
-    window = loaded.scorer.window
+    chosen, left_out = [], {}
     for source in corpus.sources:
-        if all(shard.count <= window for shard in source.validation):
-            raise ValueError(
-                f"source {source.name} of {corpus.folder} holds out {source.validation_tokens:,} tokens, fewer than the "
-                f"{window + 1:,} of one window in a shard: use a smaller --window"
-            )
-    return _measure_sources(loaded, label, corpus, limit)
+        if reason := _too_short(source, loaded.scorer.window):
+            left_out[f"corpus/{source.name}"] = reason
+        else:
+            chosen.append(source)
+    reasons = "; ".join(f"{name.partition('/')[2]}: {reason}" for name, reason in left_out.items())
+    if not chosen:
+        raise ValueError(f"no source of {corpus.folder} can be measured. {reasons}")
+    if left_out:
+        warnings.warn(f"not every source of {corpus.folder} is measured. {reasons}", stacklevel=2)
+    return chosen, left_out
 
 
-def _measure_sources(
-    loaded: LoadedModel, label: str, corpus: PreparedCorpus, limit: int | None
+def _too_short(source: CorpusSource, window: int) -> str:
+    """Why no window of `window` tokens and the one before them fits into the held-out tokens; empty if one does."""
+    longest = max((shard.count for shard in source.validation), default=0)
+    if longest > window:
+        return ""
+    smaller = f", or use --window {longest - 1}" if longest > 1 else ""
+    return (
+        f"holds out {source.validation_tokens:,} tokens, and a shard must have {window + 1:,} for one window: prepare "
+        f"more documents of it or a larger share for validation{smaller}"
+    )
+
+
+def measure_corpus(
+    loaded: LoadedModel, label: str, folder: Path, sources: Sequence[CorpusSource], *, limit: int | None = None
 ) -> Iterator[Measurement]:
-    for source in corpus.sources:
+    """The loss on the held-out documents of each of the `sources` (see `choose_sources`) of the corpus in `folder`, the first
+    `limit` windows of each."""
+    for source in sources:
         losses: list[tuple[float, int]] = []
         with _progress(f"{label} {source.name}") as advance:
             for shard in source.validation:
@@ -155,7 +172,7 @@ def _measure_sources(
             f"corpus/{source.name}",
             "loss",
             {"loss": math.fsum(nats for nats, _ in losses) / tokens},
-            {"path": str(corpus.folder), "checksum": digest, "tokens": tokens, "items": len(items)},
+            {"path": str(folder), "checksum": digest, "tokens": tokens, "items": len(items)},
             items,
         )
 

@@ -18,10 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from octavo.data.indexed import token_dtype
+from octavo.data.long_texts import encode_pieces
+from octavo.evaluate.codec import Codec
 from octavo.evaluate.models import LoadedModel
 from octavo.evaluate.scoring import Pair, Scorer
 
@@ -66,7 +70,8 @@ def text_loss(
 ) -> TextLoss:
     """The loss of `loaded` on `documents`; `stride` None is the window, `limit` stops after so many windows.
 
-    A document that the limit cuts counts with the tokens that were predicted and the share of words and bytes that they are.
+    A document that the limit cuts counts with the tokens that were predicted and the share of words and bytes that they are; it is
+    tokenized as far as that takes, piece by piece (see `octavo.data.long_texts`).
     Raises `ValueError` for a stride that is not in 1 … window and for a text without tokens.
     """
     window, codec = loaded.scorer.window, loaded.codec
@@ -74,19 +79,15 @@ def text_loss(
     if not 1 <= stride <= window:
         raise ValueError(f"the stride is {stride}: it must be from 1 to the window of {window} tokens")
     prefix = codec.eos if codec.bos is None else codec.bos
-    texts: list[npt.NDArray[np.int32]] = []
+    texts: list[npt.NDArray[Any]] = []
     plan: list[tuple[int, int, int]] = []  # document, first and last + 1 of the tokens to predict
     words = size = tokens = 0
     for text in documents:
-        ids = np.asarray(codec.encode(text, special=False), dtype=np.int32)
-        spans = list(windows(len(ids), window, stride))
-        if limit is not None:
-            spans = spans[: limit - len(plan)]
-        if spans:
-            plan += [(len(texts), *span) for span in spans]
-            share = spans[-1][1] / len(ids)
-            words, size = words + round(share * len(text.split())), size + round(share * len(text.encode()))
-            tokens += spans[-1][1]
+        wanted = None if limit is None else window + (limit - len(plan) - 1) * stride
+        ids, some_words, some_bytes = _encode(codec, text, wanted)
+        if len(ids):
+            plan += [(len(texts), *span) for span in windows(len(ids), window, stride)]
+            words, size, tokens = words + some_words, size + some_bytes, tokens + len(ids)
             texts.append(ids)
         if limit is not None and len(plan) >= limit:
             break
@@ -103,6 +104,24 @@ def text_loss(
         losses += _losses(loaded.scorer, pairs)
         advance(len(losses), len(plan))
     return TextLoss(len(texts), tokens, words, size, losses)
+
+
+def _encode(codec: Codec, text: str, wanted: int | None) -> tuple[npt.NDArray[Any], int, int]:
+    """(the first `wanted` ids of `text`, or all; its words; its bytes), of the piece that the limit cuts the share of the ids."""
+    taken: list[npt.NDArray[Any]] = []
+    words = size = tokens = 0
+    last = " "
+    for piece, ids in encode_pieces(lambda part: codec.encode(part, special=False), text, token_dtype(codec.size)):
+        taken.append(ids if wanted is None else ids[: wanted - tokens])
+        tokens += len(taken[-1])
+        share = len(taken[-1]) / max(len(ids), 1)
+        begins_inside = not last.isspace() and not piece[:1].isspace()  # a word that was counted with the piece before
+        words += round(share * (len(piece.split()) - begins_inside))
+        size += round(share * len(piece.encode()))
+        last = piece[-1:]
+        if tokens == wanted:
+            break
+    return np.concatenate(taken), words, size
 
 
 def windows(count: int, window: int, stride: int) -> Iterable[tuple[int, int]]:

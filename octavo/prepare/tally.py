@@ -18,8 +18,8 @@ from datatrove.pipeline.base import PipelineStep
 SAMPLES = 2
 """Dropped documents of each reason that a task keeps a beginning of."""
 SAMPLE_CHARACTERS = 400
-UNREADABLE = 200
-"""Unreadable files and records that a task lists by name."""
+UNREADABLE_RECORDS = 3
+"""Unreadable records of a file that are described; the others are counted."""
 
 
 @dataclass
@@ -35,6 +35,19 @@ class Amount:
 
 
 @dataclass
+class Unreadable:
+    """What could not be read of one file, for one reason."""
+
+    records: int = 0
+    first: list[dict[str, Any]] = field(default_factory=list)
+    """Number and detail of the first `UNREADABLE_RECORDS`, the same however the file was dealt to tasks."""
+
+    def add(self, records: int, first: Iterable[dict[str, Any]]) -> None:
+        self.records += records
+        self.first = sorted([*self.first, *first], key=lambda entry: entry["record"])[:UNREADABLE_RECORDS]
+
+
+@dataclass
 class Counts:
     """What became of some documents."""
 
@@ -44,8 +57,8 @@ class Counts:
     """By reason."""
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By reason: id, path and beginning of some documents."""
-    unreadable: list[dict[str, Any]] = field(default_factory=list)
-    """Path, record, reason and detail of what could not be read."""
+    unreadable: dict[str, dict[str, Unreadable]] = field(default_factory=dict)
+    """By reason and path: every file, so that one with many bad records hides no other."""
     replaced: dict[str, int] = field(default_factory=dict)
     """Personal data that was replaced, by kind."""
 
@@ -57,9 +70,15 @@ class Counts:
             self.dropped.setdefault(reason, Amount()).add(amount.documents, amount.bytes)
             samples = self.samples.setdefault(reason, [])
             samples += other.samples.get(reason, [])[: max(0, SAMPLES - len(samples))]
-        self.unreadable += other.unreadable[: max(0, UNREADABLE - len(self.unreadable))]
+        for reason, files in other.unreadable.items():
+            for path, found in files.items():
+                self.could_not_read(reason, path, found.records, found.first)
         for kind, number in other.replaced.items():
             self.replaced[kind] = self.replaced.get(kind, 0) + number
+
+    def could_not_read(self, reason: str, path: str, records: int, first: Iterable[dict[str, Any]]) -> None:
+        """Adds unreadable records of the file at `path`, of which `first` describes some."""
+        self.unreadable.setdefault(reason, {}).setdefault(path, Unreadable()).add(records, first)
 
 
 class Tally(PipelineStep):
@@ -105,9 +124,9 @@ class Tally(PipelineStep):
             samples.append(
                 {"id": document.id, "path": metadata.get("path", ""), "text": document.text[:SAMPLE_CHARACTERS]}
             )
-        if "detail" in metadata and len(self.counts.unreadable) < UNREADABLE:
-            entry = {name: metadata.get(name) for name in ("path", "record", "detail")}
-            self.counts.unreadable.append({**entry, "reason": reason})
+        if "detail" in metadata:
+            entry = {name: metadata[name] for name in ("record", "detail")}
+            self.counts.could_not_read(reason, metadata["path"], 1, [entry])
 
 
 class _Reading(PipelineStep):
@@ -164,7 +183,10 @@ def read_counts(folder: Path, ranks: Iterable[int] | None = None) -> Counts:
                 kept=Amount(**values["kept"]),
                 dropped={reason: Amount(**amount) for reason, amount in values["dropped"].items()},
                 samples=values["samples"],
-                unreadable=values["unreadable"],
+                unreadable={
+                    reason: {path: Unreadable(**found) for path, found in files.items()}
+                    for reason, files in values["unreadable"].items()
+                },
                 replaced=values["replaced"],
             )
         )
