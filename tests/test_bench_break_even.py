@@ -103,8 +103,10 @@ def test_a_block_is_built_as_it_is_planned(monkeypatch, tmp_path, seed):
     config = replace(SIZES["tiny"], dim=64, n_layers=1)
     setup = Setup(config, RECIPES["O2"], 16, 1, table=path, capability="cpu")
     assert setup.left == {(64, 64)}
-    seen, build = [], models.build_octavo
-    monkeypatch.setattr(models, "build_octavo", lambda *args: seen.append(build(*args)) or seen[-1])
+    seen = []
+    for name in ("convert_plain", "build_octavo"):
+        build = getattr(models, name)
+        monkeypatch.setattr(models, name, lambda *args, build=build: seen.append(build(*args)) or seen[-1])
     run = Run(torch.device("cpu"), 10, RECIPES["O2"], Record({}, lambda line: None), only=("octavo",))
     models.run_block(run, models.Workload("one layer", setup))
     models.run_step(run, [models.Workload("one layer", setup)])

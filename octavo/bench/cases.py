@@ -21,6 +21,7 @@ from octavo.kernels.reference.adamw import Operands, UpdateFormats
 from octavo.kernels.reference.magnitudes import Values
 from octavo.models import TransformerConfig
 from octavo.models.layers import rotary_table
+from octavo.models.loss import chunk_tokens
 
 BF16 = 2
 """Bytes."""
@@ -80,24 +81,46 @@ def cast_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Cas
 
 
 def model_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
-    """What stands between the linear layers of a block."""
-    yield _rotary_case(run, config, tokens)
+    """What stands between the linear layers of a block, and behind the head."""
+    yield from _rotary_cases(run, config, tokens)
     yield from norm_cases(run, config, tokens)
     yield from activation_cases(run, config, tokens)
+    yield from _head_cases(run, config, tokens)
 
 
-def _rotary_case(run: Run, config: TransformerConfig, tokens: int) -> Case:
+def _rotary_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
     heads, turned = config.n_heads + 2 * config.kv_heads, config.n_heads + config.kv_heads
     length = min(tokens, config.max_seq_len)
     qkv = run.normal(tokens // length, length, heads, config.head_dim)
     cos, sin = rotary_table(length, config.head_dim, config.rope_theta, run.device, config.rope_scaling)
-    return Case(
-        "rotary",
-        lambda k, x, c, s: k.rotary(x, c, s, turned),
-        (qkv, cos, sin),
-        2 * qkv.numel() * BF16,
-        f"{length} tokens, {heads} heads × {config.head_dim}",
+    n, shape = qkv.numel(), f"{length} tokens, {heads} heads × {config.head_dim}"
+    yield Case("rotary", lambda k, x, c, s: k.rotary(x, c, s, turned), (qkv, cos, sin), 2 * n * BF16, shape)
+    # Without a hint of the scale the gradients are read twice.
+    yield Case(
+        "rotary_backward_quantize, E5M2",
+        lambda k, q, key, v, c, s: k.rotary_backward_quantize(q, key, v, c, s, E5M2),
+        (*qkv.split((config.n_heads, config.kv_heads, config.kv_heads), dim=2), cos, sin),
+        n * (2 * BF16 + 2),
+        shape,
     )
+
+
+def _head_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
+    """A chunk of logits."""
+    vocabulary = config.padded_vocab_size
+    rows = min(tokens, chunk_tokens(vocabulary))
+    logits = run.normal(rows, vocabulary)
+    classes = torch.arange(rows, device=run.device) * 7919 % vocabulary
+    n, shape = logits.numel(), f"{rows} × {vocabulary}"
+    yield Case(
+        "softmax_gradient, E5M2",
+        lambda k, x, c, w: k.softmax_gradient(x, c, w, E5M2.dtype, 2.0**15),
+        (logits, classes, torch.ones(rows, device=run.device)),
+        n * (BF16 + 1),
+        shape,
+        bound=CLOSE,
+    )
+    yield Case("row_sums", lambda k, x: k.row_sums(x), (logits,), n * BF16, shape, bound=SUMS)
 
 
 def norm_cases(run: Run, config: TransformerConfig, tokens: int) -> Iterator[Case]:
