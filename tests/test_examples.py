@@ -36,7 +36,9 @@ def test_plain_loop():
     output = run("plain_loop.py")
     first, *_, last = losses(output)
     assert first > 5 and last < 3.2
-    assert re.search(r"^blocks\.0\.qkv: converted", output, re.M) and re.search(r"^head: backward converted", output, re.M)
+    assert re.search(r"^blocks\.0\.qkv: converted", output, re.M) and re.search(
+        r"^head: backward converted", output, re.M
+    )
     assert re.search(r"at 6\.0\d\d B each", output)
 
 
