@@ -6,10 +6,8 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.cuda.activation_kernels import activate, gradients
-from octavo.kernels.cuda.cast import scale_of
-from octavo.kernels.cuda.hints import amax_of_parts, hinted_scale, remember_scale, settled, store_part
+from octavo.kernels.cuda.hints import hinted_scale, settle, store_part
 from octavo.kernels.cuda.numerics import magnitude_bits
-from octavo.kernels.cuda.scales import visible
 from octavo.kernels.cuda.tiles import (
     flat_max,
     larger,
@@ -201,22 +199,8 @@ def settle_kernel(
     See `octavo.kernels.cuda.hints`; all else is as of `cast_kernel`, with tiles of another size.
     """
     program = tl.program_id(0)
-    right, scale = settled(parts_ptr, parts, WORDS)
-    if right:
-        if program == 0:
-            tl.store(scale_ptr, scale)
-            tl.store(visible_ptr, scale)
-            tl.store(inverse_ptr, tl.div_rn(1.0, scale))
-            remember_scale(hint_ptr, scale)
-    else:
-        amax = amax_of_parts(parts_ptr, parts, WORDS)
-        scale = scale_of(amax, tl.full((), MAX, tl.float32), True)
-        if program == 0:
-            shown, inverse = visible(scale, amax, None)
-            tl.store(scale_ptr, scale)
-            tl.store(visible_ptr, shown)
-            tl.store(inverse_ptr, inverse)
-            remember_scale(hint_ptr, scale)
+    right, scale = settle(program, hint_ptr, parts_ptr, parts, scale_ptr, visible_ptr, inverse_ptr, MAX, True, WORDS)
+    if not right:
         for turn in range(program, tiles, tl.num_programs(0)):
             x, up, inside, tile, m, k = _values(
                 turn, h_ptr, da_ptr, m_size, width, h_stride, da_stride, tiles_k,

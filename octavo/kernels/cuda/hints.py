@@ -28,6 +28,7 @@ from torch import Tensor
 
 from octavo.kernels.cuda.cast import scale_of
 from octavo.kernels.cuda.numerics import INTERPRETED, magnitude_bits
+from octavo.kernels.cuda.scales import visible
 from octavo.kernels.cuda.tiles import larger
 
 SETTLE_PROGRAMS = 528
@@ -114,6 +115,31 @@ def amax_of_parts(parts_ptr, parts, WORDS: tl.constexpr):
         bits = tl.load(parts_ptr + start + lane, mask=start + lane < parts, other=0)
         most = tl.where(bits > most, bits, most)
     return tl.max(most, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def settle(
+    program, hint_ptr, parts_ptr, parts, scale_ptr, visible_ptr, inverse_ptr,
+    MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """(whether the codes are right as they are, the scale of right ones, FP32): the beginning of a second launch.
+
+    Its first program leaves that scale, what `visible` makes of it, its reciprocal, FP32 [1], and the hint. scale and hint may be None.
+    """
+    right, scale = settled(parts_ptr, parts, WORDS)
+    shown, inverse = scale, tl.div_rn(1.0, scale)
+    if not right:
+        amax = amax_of_parts(parts_ptr, parts, WORDS)
+        scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
+        shown, inverse = visible(scale, amax, None)
+    if program == 0:
+        if scale_ptr is not None:
+            tl.store(scale_ptr, scale)
+        tl.store(visible_ptr, shown)
+        tl.store(inverse_ptr, inverse)
+        if hint_ptr is not None:
+            remember_scale(hint_ptr, scale)
+    return right, scale
 
 
 def hintable(x: Tensor, hint: Tensor | None) -> bool:

@@ -22,6 +22,7 @@ nothing is turned, of the 28 for which its bytes leave time; 24 with column sums
 
 from __future__ import annotations
 
+from functools import cache
 from math import gcd
 
 import torch
@@ -30,23 +31,19 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.cuda.cast import scale_of
 from octavo.kernels.cuda.columns import add_rows
 from octavo.kernels.cuda.hints import (
     SETTLE_PROGRAMS,
-    amax_of_parts,
     hintable,
     hinted_scale,
     new_parts,
-    remember_scale,
-    settled,
+    settle,
     store_part,
 )
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import magnitude_bits
 from octavo.kernels.cuda.quantize import quantize
 from octavo.kernels.cuda.rotary import rotary_backward
-from octavo.kernels.cuda.scales import visible
 from octavo.kernels.cuda.tiles import (
     flat_max,
     group_of,
@@ -192,22 +189,8 @@ def _rotary_settle_kernel(
     another one, all again, and the hint. All else as of `_rotary_cast_kernel`, whose programs left one part each.
     """
     program = tl.program_id(0)
-    right, scale = settled(parts_ptr, parts, WORDS)
-    if right:
-        if program == 0:
-            tl.store(scale_ptr, scale)
-            tl.store(inverse_ptr, tl.div_rn(1.0, scale))
-            if hint_ptr is not None:
-                remember_scale(hint_ptr, scale)
-    else:
-        amax = amax_of_parts(parts_ptr, parts, WORDS)
-        scale = scale_of(amax, tl.full((), MAX, tl.float32), POWER_OF_TWO)
-        if program == 0:
-            shown, inverse = visible(scale, amax, None)
-            tl.store(scale_ptr, shown)
-            tl.store(inverse_ptr, inverse)
-            if hint_ptr is not None:
-                remember_scale(hint_ptr, scale)
+    right, scale = settle(program, hint_ptr, parts_ptr, parts, None, scale_ptr, inverse_ptr, MAX, POWER_OF_TWO, WORDS)
+    if not right:
         BLOCKS: tl.constexpr = HALF // PAIRS
         for part in range(program, parts, tl.num_programs(0)):
             tile, column = place_of(part, (tiles_q + 2 * tiles_g) // TURNS * BLOCKS, GROUP)
@@ -249,35 +232,50 @@ def rotary_backward_quantize(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
     """See `octavo.kernels.reference.rotary_backward_quantize`. Heads that do not fill tiles, and a single token, take two kernels."""
     (batch, tokens, heads, channels), groups = dq.shape, dk.shape[2]
-    m, k, half = batch * tokens, (heads + 2 * groups) * channels, channels // 2
-    pairs = gcd(half, TILE_K)
-    together = TILE_K // pairs
-    if m <= 1 or channels % 2 or pairs < MIN_PAIRS or heads % together or groups % together:
+    m, k = batch * tokens, (heads + 2 * groups) * channels
+    plan = _plan(batch, tokens, heads, groups, channels)
+    if plan is None:
         dy, amax = rotary_backward(dq, dk, dv, cos, sin)
         dy = dy.view(m, k)
         return quantize(
             dy, fmt, power_of_two=power_of_two, row=row, col=col, column_sum=column_sum, amax=amax, hint=hint
         )
+    programs, tiles_m, m_padded, sizes, (pairs, whole), tiling = plan
     gradients = [one if one.stride(-1) == 1 else one.contiguous() for one in (dq, dk, dv)]
     table = [None if one is None else one.contiguous() for one in (cos, sin)]
     hint = hint if power_of_two and hintable(dq, hint) else None
-    m_padded = -(-m // ALIGN) * ALIGN
-    tiles_m, tiles_q, tiles_g = triton.cdiv(m_padded, TILE_M), heads // together, groups // together
-    turns = next(n for n in range(TURNS, 0, -1) if (tiles_q + 2 * tiles_g) % n == 0)
-    programs = tiles_m * (tiles_q + 2 * tiles_g) // turns * (half // pairs)
 
     codes = dq.new_empty((m_padded, k), dtype=fmt.dtype) if row else None
     codes_t = dq.new_empty((k, m_padded), dtype=fmt.dtype) if col else None
     sums = None if column_sum is None else dq.new_empty((tiles_m, k), dtype=torch.float32)
     scale, inverse = dq.new_empty((), dtype=torch.float32), dq.new_empty((), dtype=torch.float32)
     parts = new_parts(dq, programs)
-    whole = m % TILE_M == 0 and tokens % TILE_M == 0
     strides = [stride for one in gradients for stride in one.stride()[:3]]
-    sizes = m, m_padded, k, tokens, heads, groups, tiles_q, tiles_g, *strides
-    constants = fmt.max, fmt.mantissa_bits, cos is not None and cos.dim() == 3, half, pairs, whole
-    tiling = group_of(tiles_m), turns, REPEAT, TILE_M, TILE_K
+    scalars = *sizes, *strides
+    constants = fmt.max, fmt.mantissa_bits, cos is not None and cos.dim() == 3, channels // 2, pairs, whole
     tensors = *gradients, *table, hint, codes, codes_t, parts
-    _launch_cast(programs, (*tensors, sums), *sizes, *constants, *tiling)
+    _launch_cast(programs, (*tensors, sums), *scalars, *constants, *tiling)
     outputs, settlers = (*tensors, scale, inverse), min(programs, SETTLE_PROGRAMS)
-    _launch_settle(settlers, outputs, *sizes, programs, *constants, *tiling, power_of_two, WORDS)
+    _launch_settle(settlers, outputs, *scalars, programs, *constants, *tiling, power_of_two, WORDS)
     return codes, codes_t, scale, inverse, None if sums is None or column_sum is None else add_rows(sums, k, column_sum)
+
+
+Plan = tuple[int, int, int, tuple[int, ...], tuple[int, bool], tuple[int, ...]]
+
+
+@cache
+def _plan(batch: int, tokens: int, heads: int, groups: int, channels: int) -> Plan | None:
+    """(programs, tiles along M, M padded, sizes, (PAIRS, WHOLE), tiling) of the kernels; None where heads do not fill tiles."""
+    m, half = batch * tokens, channels // 2
+    pairs = gcd(half, TILE_K)
+    together = TILE_K // pairs
+    if m <= 1 or channels % 2 or pairs < MIN_PAIRS or heads % together or groups % together:
+        return None
+    m_padded = -(-m // ALIGN) * ALIGN
+    tiles_m, tiles_q, tiles_g = triton.cdiv(m_padded, TILE_M), heads // together, groups // together
+    tiles = tiles_q + 2 * tiles_g
+    turns = next(n for n in range(TURNS, 0, -1) if tiles % n == 0)
+    sizes = m, m_padded, (heads + 2 * groups) * channels, tokens, heads, groups, tiles_q, tiles_g
+    whole = m % TILE_M == 0 and tokens % TILE_M == 0
+    tiling = group_of(tiles_m), turns, REPEAT, TILE_M, TILE_K
+    return tiles_m * tiles // turns * (half // pairs), tiles_m, m_padded, sizes, (pairs, whole), tiling

@@ -28,12 +28,12 @@ from octavo.kernels.cuda.hints import (
     largest_bits,
     new_parts,
     remember_scale,
+    settle,
     settled,
     store_part,
 )
 from octavo.kernels.cuda.launch import Launcher
 from octavo.kernels.cuda.numerics import as_fp8, magnitude_bits
-from octavo.kernels.cuda.scales import visible
 from octavo.kernels.cuda.tiles import (
     REPEAT,
     TILE_K,
@@ -145,20 +145,8 @@ def _settle_quantize_kernel(
     another one, all again, and the hint. All else as of `_quantize_kernel`, with tiles of another size.
     """
     program = tl.program_id(0)
-    right, scale = settled(parts_ptr, parts, WORDS)
-    if right:
-        if program == 0:
-            tl.store(scale_ptr, scale)
-            tl.store(inverse_ptr, tl.div_rn(1.0, scale))
-            remember_scale(hint_ptr, scale)
-    else:
-        amax = amax_of_parts(parts_ptr, parts, WORDS)
-        scale = scale_of(amax, tl.full((), MAX, tl.float32), True)
-        if program == 0:
-            shown, inverse = visible(scale, amax, None)
-            tl.store(scale_ptr, shown)
-            tl.store(inverse_ptr, inverse)
-            remember_scale(hint_ptr, scale)
+    right, scale = settle(program, hint_ptr, parts_ptr, parts, None, scale_ptr, inverse_ptr, MAX, True, WORDS)
+    if not right:
         for turn in range(program, tiles, tl.num_programs(0)):
             x, inside, tile, m, k = _load_tile(
                 x_ptr, turn, m_size, k_size, tiles_k, WHOLE, GROUP, REPEAT, TILE_M, TILE_K
