@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 from octavo import kernels
 from octavo.formats import Format
 from octavo.kernels.cross_entropy import softmax_gradient
+from octavo.kernels.reference.cross_entropy import losses_and_gradient
 from octavo.linear.gemm import differentiable_once
 from octavo.models.head_gradients import FP8Gradients, unit_scale
 
@@ -40,15 +41,13 @@ def chunk_loss(logits: Tensor, targets: Tensor, classes: int, fmt: Format | None
 
     With `fmt`, FP8, the gradient as codes of that format with the scale `unit_scale(fmt)`.
     """
-    rows, counts = _places(targets, classes)
+    places, counts = (part.squeeze(1) for part in _places(targets, classes))
     if fmt is not None:
-        losses, codes = softmax_gradient(logits, rows.squeeze(1), counts.squeeze(1), fmt, unit_scale(fmt))
-        return losses.sum(), codes
-    log_probabilities = logits.float().log_softmax(dim=-1)
-    loss = -(log_probabilities.gather(1, rows) * counts).sum()
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    gradient = log_probabilities.exp_().sub_((columns == rows).to(torch.uint8)).mul_(counts)
-    return loss, gradient.to(logits.dtype)
+        losses, gradient = softmax_gradient(logits, places, counts, fmt, unit_scale(fmt))
+    else:
+        losses, gradient = losses_and_gradient(logits, places, counts)
+        gradient = gradient.to(logits.dtype)
+    return losses.sum(), gradient
 
 
 def linear_cross_entropy(
