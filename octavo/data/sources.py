@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from octavo.data.html import strip_html
 
@@ -65,7 +65,8 @@ def read_documents(source: str | Path, max_bytes: int | None = None) -> Iterator
     seen: set[bytes] = set()
     size = 0
     for text in _all_documents(source):
-        digest, length = _digest(text)
+        hashed = hashlib.blake2b(digest_size=16)
+        length, digest = hash_text(hashed, text), hashed.digest()
         if digest in seen or not text or text.isspace():
             continue
         seen.add(digest)
@@ -77,14 +78,14 @@ def read_documents(source: str | Path, max_bytes: int | None = None) -> Iterator
         raise ValueError(f"{source} holds no text: the corpus is empty")
 
 
-def _digest(text: str) -> tuple[bytes, int]:
-    """A hash of `text` and its length in UTF-8, without a copy of all of it."""
-    digest, length = hashlib.blake2b(digest_size=16), 0
+def hash_text(digest: Any, text: str) -> int:
+    """Update `digest`, of `hashlib`, with `text` in UTF-8, without a copy of all of it; returns the number of bytes."""
+    length = 0
     for begin in range(0, len(text), CHUNK):
         encoded = text[begin : begin + CHUNK].encode()
         digest.update(encoded)
         length += len(encoded)
-    return digest.digest(), length
+    return length
 
 
 def source_files(source: str | Path) -> list[tuple[str, Path]]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from octavo.data.indexed import IndexedShard, IndexedWriter, token_dtype
 from octavo.data.long_texts import PIECE_CHARACTERS, encode_pieces
-from octavo.data.sources import fingerprint, read_documents
+from octavo.data.sources import fingerprint, hash_text, read_documents
 from octavo.data.tokenizers import Tokenizer
 
 LAYOUT = "octavo-tokens-2"
@@ -29,7 +29,6 @@ SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 4 << 20
 """Text of short documents that is tokenized at once: enough to keep all threads of a fast tokenizer busy, and a fixed amount of
 memory. Long documents are tokenized piece by piece, see `octavo.data.long_texts`."""
-HASHED_CHARACTERS = 1 << 20
 
 
 class Corpus(NamedTuple):
@@ -76,8 +75,7 @@ def prepare(
 def is_held_out(text: str, share: float) -> bool:
     """Whether a document belongs to the validation set: a property of its text alone."""
     digest = hashlib.blake2b(digest_size=8, person=b"held-out")
-    for begin in range(0, len(text), HASHED_CHARACTERS):
-        digest.update(text[begin : begin + HASHED_CHARACTERS].encode())
+    hash_text(digest, text)
     return int.from_bytes(digest.digest(), "little") < share * 2**64
 
 
