@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import backend
+from octavo.kernels.operator import operator
 from octavo.kernels.reference import ALIGN
 
 
 def new_stats(x: Tensor, count: bool) -> Tensor:
     """Zeros for counts of saturated and flushed elements, or nothing if none are counted."""
-    return torch.zeros(2 if count else 0, dtype=torch.int64, device=x.device)
+    return torch.zeros(2, dtype=torch.int64, device=x.device) if count else x.new_empty(0, dtype=torch.int64)
 
 
 def or_empty(x: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -31,36 +32,33 @@ def padded(size: int) -> int:
     return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
-@torch.library.custom_op("octavo::amax", mutates_args=(), schema="(Tensor x, SymInt? block) -> Tensor")
-def amax(x, block):
-    return backend(x).amax(x, block=block)
-
-
-@amax.register_fake
-def _(x, block):
+def _amax(x, block):
     shape = () if block is None else (*x.shape[:-1], (x.shape[-1] + block - 1) // block)
     return x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "octavo::scale_from_amax",
-    mutates_args=(),
-    schema="(Tensor amax, float max, bool power_of_two, int margin) -> Tensor",
-)
+@operator("amax(Tensor x, SymInt? block) -> Tensor", _amax)
+def amax(x, block):
+    return backend(x).amax(x, block=block)
+
+
+def _scale_from_amax(amax, max, power_of_two, margin):
+    return torch.empty_like(amax)
+
+
+@operator("scale_from_amax(Tensor amax, float max, bool power_of_two, int margin) -> Tensor", _scale_from_amax)
 def scale_from_amax(amax, max, power_of_two, margin):
     return backend(amax).scale_from_amax(amax, max, power_of_two, margin)
 
 
-@scale_from_amax.register_fake
-def _(amax, max, power_of_two, margin):
-    return torch.empty_like(amax)
+def _cast(x, scale, dtype, rounding, key, offset, block, count):
+    return x.new_empty(x.shape, dtype=dtype), new_stats(x, count)
 
 
-@torch.library.custom_op(
-    "octavo::cast",
-    mutates_args=(),
-    schema="(Tensor x, Tensor scale, ScalarType dtype, str rounding, Tensor? key, SymInt offset, SymInt? block, bool count)"
+@operator(
+    "cast(Tensor x, Tensor scale, ScalarType dtype, str rounding, Tensor? key, SymInt offset, SymInt? block, bool count)"
     " -> (Tensor, Tensor)",
+    _cast,
 )
 def cast(x, scale, dtype, rounding, key, offset, block, count):
     stats = new_stats(x, count)
@@ -70,30 +68,29 @@ def cast(x, scale, dtype, rounding, key, offset, block, count):
     return codes, stats
 
 
-@cast.register_fake
-def _(x, scale, dtype, rounding, key, offset, block, count):
-    return x.new_empty(x.shape, dtype=dtype), new_stats(x, count)
+def _uncast(codes, scale, dtype, block):
+    return codes.new_empty(codes.shape, dtype=dtype)
 
 
-@torch.library.custom_op(
-    "octavo::uncast",
-    mutates_args=(),
-    schema="(Tensor codes, Tensor scale, ScalarType dtype, SymInt? block) -> Tensor",
-)
+@operator("uncast(Tensor codes, Tensor scale, ScalarType dtype, SymInt? block) -> Tensor", _uncast)
 def uncast(codes, scale, dtype, block):
     return backend(codes).uncast(codes, scale, dtype, block=block)
 
 
-@uncast.register_fake
-def _(codes, scale, dtype, block):
-    return codes.new_empty(codes.shape, dtype=dtype)
+def _cast_transpose(x, scale, dtype, row, col, count, amax):
+    m, k = padded(x.shape[0]), padded(x.shape[1])
+    return (
+        x.new_empty((m, k) if row else 0, dtype=dtype),
+        x.new_empty((k, m) if col else 0, dtype=dtype),
+        new_stats(x, count),
+        x.new_empty(() if amax else 0, dtype=torch.float32),
+    )
 
 
-@torch.library.custom_op(
-    "octavo::cast_transpose",
-    mutates_args=(),
-    schema="(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool count, bool amax)"
+@operator(
+    "cast_transpose(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool count, bool amax)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    _cast_transpose,
 )
 def cast_transpose(x, scale, dtype, row, col, count, amax):
     stats = new_stats(x, count)
@@ -106,32 +103,23 @@ def cast_transpose(x, scale, dtype, row, col, count, amax):
     return or_empty(codes, x, dtype), or_empty(codes_t, x, dtype), stats, or_empty(maximum, x, torch.float32)
 
 
-@cast_transpose.register_fake
-def _(x, scale, dtype, row, col, count, amax):
-    m, k = padded(x.shape[0]), padded(x.shape[1])
-    return (
-        x.new_empty((m, k) if row else 0, dtype=dtype),
-        x.new_empty((k, m) if col else 0, dtype=dtype),
-        new_stats(x, count),
-        x.new_empty(() if amax else 0, dtype=torch.float32),
-    )
+def _transpose_codes(codes):
+    return codes.new_empty(padded(codes.shape[1]), padded(codes.shape[0]))
 
 
-@torch.library.custom_op("octavo::transpose_codes", mutates_args=(), schema="(Tensor codes) -> Tensor")
+@operator("transpose_codes(Tensor codes) -> Tensor", _transpose_codes)
 def transpose_codes(codes):
     return backend(codes).transpose_codes(codes)
 
 
-@transpose_codes.register_fake
-def _(codes):
-    return codes.new_empty(padded(codes.shape[1]), padded(codes.shape[0]))
+def _scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias, inverse_scales=False):
+    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)
 
 
-@torch.library.custom_op(
-    "octavo::scaled_mm_nt",
-    mutates_args=(),
-    schema="(Tensor a_codes, Tensor b_codes, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, bool fast_accum, Tensor? bias,"
+@operator(
+    "scaled_mm_nt(Tensor a_codes, Tensor b_codes, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, bool fast_accum, Tensor? bias,"
     " bool inverse_scales=False) -> Tensor",
+    _scaled_mm_nt,
 )
 def scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias, inverse_scales=False):
     return backend(a_codes).scaled_mm_nt(
@@ -139,32 +127,19 @@ def scaled_mm_nt(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias
     )
 
 
-@scaled_mm_nt.register_fake
-def _(a_codes, b_codes, a_scale, b_scale, out_dtype, fast_accum, bias, inverse_scales=False):
-    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)
+def _cast_residual(x, scale):
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape, dtype=torch.int8)
 
 
-@torch.library.custom_op(
-    "octavo::cast_residual", mutates_args=(), schema="(Tensor x, Tensor scale) -> (Tensor, Tensor)"
-)
+@operator("cast_residual(Tensor x, Tensor scale) -> (Tensor, Tensor)", _cast_residual)
 def cast_residual(x, scale):
     return backend(x).cast_residual(x, scale)
 
 
-@cast_residual.register_fake
-def _(x, scale):
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape, dtype=torch.int8)
+def _uncast_residual(codes, residual, scale, dtype):
+    return codes.new_empty(codes.shape, dtype=dtype)
 
 
-@torch.library.custom_op(
-    "octavo::uncast_residual",
-    mutates_args=(),
-    schema="(Tensor codes, Tensor residual, Tensor scale, ScalarType dtype) -> Tensor",
-)
+@operator("uncast_residual(Tensor codes, Tensor residual, Tensor scale, ScalarType dtype) -> Tensor", _uncast_residual)
 def uncast_residual(codes, residual, scale, dtype):
     return backend(codes).uncast_residual(codes, residual, scale, dtype)
-
-
-@uncast_residual.register_fake
-def _(codes, residual, scale, dtype):
-    return codes.new_empty(codes.shape, dtype=dtype)

@@ -9,6 +9,7 @@ import torch
 
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
+from octavo.kernels.operator import operator
 from octavo.kernels.ops import new_stats, or_empty, padded
 from octavo.kernels.reference.activation import GATED
 
@@ -18,21 +19,25 @@ def _fake_operands(like, columns, dtype, row, col):
     return like.new_empty((m, k) if row else 0, dtype=dtype), like.new_empty((k, m) if col else 0, dtype=dtype)
 
 
-@torch.library.custom_op("octavo::activation_amax", mutates_args=(), schema="(Tensor h, str kind) -> Tensor")
+def _activation_amax(h, kind):
+    return h.new_empty((), dtype=torch.float32)
+
+
+@operator("activation_amax(Tensor h, str kind) -> Tensor", _activation_amax)
 def activation_amax(h, kind):
     return backend(h).activation_amax(h, kind)
 
 
-@activation_amax.register_fake
-def _(h, kind):
-    return h.new_empty((), dtype=torch.float32)
+def _activation_cast(h, kind, scale, dtype, row, col, amax, count):
+    columns = h.shape[1] // 2 if GATED[kind] else h.shape[1]
+    maximum = h.new_empty(() if amax else 0, dtype=torch.float32)
+    return *_fake_operands(h, columns, dtype, row, col), maximum, new_stats(h, count)
 
 
-@torch.library.custom_op(
-    "octavo::activation_cast",
-    mutates_args=(),
-    schema="(Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool amax, bool count)"
+@operator(
+    "activation_cast(Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool amax, bool count)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    _activation_cast,
 )
 def activation_cast(h, kind, scale, dtype, row, col, amax, count):
     stats = new_stats(h, count)
@@ -42,31 +47,29 @@ def activation_cast(h, kind, scale, dtype, row, col, amax, count):
     return or_empty(codes, h, dtype), or_empty(codes_t, h, dtype), or_empty(maximum, h, torch.float32), stats
 
 
-@activation_cast.register_fake
-def _(h, kind, scale, dtype, row, col, amax, count):
-    columns = h.shape[1] // 2 if GATED[kind] else h.shape[1]
-    maximum = h.new_empty(() if amax else 0, dtype=torch.float32)
-    return *_fake_operands(h, columns, dtype, row, col), maximum, new_stats(h, count)
+def _activation_backward_amax(da, h, kind):
+    return h.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "octavo::activation_backward_amax", mutates_args=(), schema="(Tensor da, Tensor h, str kind) -> Tensor"
-)
+@operator("activation_backward_amax(Tensor da, Tensor h, str kind) -> Tensor", _activation_backward_amax)
 def activation_backward_amax(da, h, kind):
     return backend(h).activation_backward_amax(da, h, kind)
 
 
-@activation_backward_amax.register_fake
-def _(da, h, kind):
-    return h.new_empty((), dtype=torch.float32)
+def _activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, amax, count):
+    return (
+        *_fake_operands(h, h.shape[1], dtype, row, col),
+        h.new_empty(() if amax else 0, dtype=torch.float32),
+        h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32),
+        new_stats(h, count),
+    )
 
 
-@torch.library.custom_op(
-    "octavo::activation_backward_cast",
-    mutates_args=(),
-    schema="(Tensor da, Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool bias_sum,"
+@operator(
+    "activation_backward_cast(Tensor da, Tensor h, str kind, Tensor scale, ScalarType dtype, bool row, bool col, bool bias_sum,"
     " bool amax, bool count)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _activation_backward_cast,
 )
 def activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, amax, count):
     stats = new_stats(h, count)
@@ -82,21 +85,17 @@ def activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, amax
     )
 
 
-@activation_backward_cast.register_fake
-def _(da, h, kind, scale, dtype, row, col, bias_sum, amax, count):
-    return (
-        *_fake_operands(h, h.shape[1], dtype, row, col),
-        h.new_empty(() if amax else 0, dtype=torch.float32),
-        h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32),
-        new_stats(h, count),
-    )
+def _activation_quantize(h, kind, dtype, da, row, col, bias_sum, power_of_two, hint):
+    columns = h.shape[1] // 2 if GATED[kind] and da is None else h.shape[1]
+    scales = (h.new_empty((), dtype=torch.float32) for _ in range(3))
+    column_sum = h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32)
+    return *_fake_operands(h, columns, dtype, row, col), *scales, column_sum
 
 
-@torch.library.custom_op(
-    "octavo::activation_quantize",
-    mutates_args=(),
-    schema="(Tensor h, str kind, ScalarType dtype, Tensor? da, bool row, bool col, bool bias_sum, bool power_of_two,"
+@operator(
+    "activation_quantize(Tensor h, str kind, ScalarType dtype, Tensor? da, bool row, bool col, bool bias_sum, bool power_of_two,"
     " Tensor? hint) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _activation_quantize,
 )
 def activation_quantize(h, kind, dtype, da, row, col, bias_sum, power_of_two, hint):
     options = {"row": row, "col": col, "bias_sum": bias_sum, "power_of_two": power_of_two}
@@ -104,11 +103,3 @@ def activation_quantize(h, kind, dtype, da, row, col, bias_sum, power_of_two, hi
         h, kind, Format.of(dtype), da=da, hint=hint, **options
     )
     return or_empty(codes, h, dtype), or_empty(codes_t, h, dtype), *scales, or_empty(column_sum, h, torch.float32)
-
-
-@activation_quantize.register_fake
-def _(h, kind, dtype, da, row, col, bias_sum, power_of_two, hint):
-    columns = h.shape[1] // 2 if GATED[kind] and da is None else h.shape[1]
-    scales = (h.new_empty((), dtype=torch.float32) for _ in range(3))
-    column_sum = h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32)
-    return *_fake_operands(h, columns, dtype, row, col), *scales, column_sum

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.dispatch import backend
+from octavo.kernels.operator import operator
 
 
-@torch.library.custom_op(
-    "octavo::softmax_gradient",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor classes, Tensor weights, ScalarType dtype, float scale) -> (Tensor, Tensor)",
+def _softmax_gradient(logits, classes, weights, dtype, scale):
+    return torch.empty_like(weights), logits.new_empty(logits.shape, dtype=dtype)
+
+
+@operator(
+    "softmax_gradient(Tensor logits, Tensor classes, Tensor weights, ScalarType dtype, float scale) -> (Tensor, Tensor)",
+    _softmax_gradient,
 )
 def softmax_gradient(logits, classes, weights, dtype, scale):
     return backend(logits).softmax_gradient(logits, classes, weights, dtype, scale)
-
-
-@softmax_gradient.register_fake
-def _(logits, classes, weights, dtype, scale):
-    return torch.empty_like(weights), logits.new_empty(logits.shape, dtype=dtype)

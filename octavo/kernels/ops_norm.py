@@ -5,58 +5,40 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.dispatch import backend
+from octavo.kernels.operator import operator
 from octavo.kernels.ops import new_stats, or_empty, padded
 
 
-@torch.library.custom_op(
-    "octavo::norm_stats",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor)",
+def _norm_stats(x, weight, bias, eps, centered):
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    return torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd, rstd.new_empty(())
+
+
+@operator(
+    "norm_stats(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor)",
+    _norm_stats,
 )
 def norm_stats(x, weight, bias, eps, centered):
     mean, rstd, amax = backend(x).norm_stats(x, weight, bias, eps, centered=centered)
     return or_empty(mean, rstd, rstd.dtype), rstd, amax
 
 
-@norm_stats.register_fake
-def _(x, weight, bias, eps, centered):
+def _add_norm_stats(x, addend, weight, bias, eps, centered):
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    return torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd, rstd.new_empty(())
+    mean = torch.empty_like(rstd) if centered else rstd.new_empty(0)
+    return x.new_empty(x.shape), mean, rstd, rstd.new_empty(())
 
 
-@torch.library.custom_op(
-    "octavo::add_norm_stats",
-    mutates_args=(),
-    schema="(Tensor x, Tensor addend, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    "add_norm_stats(Tensor x, Tensor addend, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor, Tensor)",
+    _add_norm_stats,
 )
 def add_norm_stats(x, addend, weight, bias, eps, centered):
     total, mean, rstd, amax = backend(x).add_norm_stats(x, addend, weight, bias, eps, centered=centered)
     return total, or_empty(mean, rstd, rstd.dtype), rstd, amax
 
 
-@add_norm_stats.register_fake
-def _(x, addend, weight, bias, eps, centered):
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    mean = torch.empty_like(rstd) if centered else rstd.new_empty(0)
-    return x.new_empty(x.shape), mean, rstd, rstd.new_empty(())
-
-
-@torch.library.custom_op(
-    "octavo::norm_cast",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor scale, ScalarType dtype, bool row, bool col,"
-    " bool amax, bool count) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
-    stats = new_stats(x, count)
-    codes, codes_t, maximum = backend(x).norm_cast(
-        x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, amax=amax, stats=stats if count else None
-    )
-    return or_empty(codes, x, dtype), or_empty(codes_t, x, dtype), stats, or_empty(maximum, x, torch.float32)
-
-
-@norm_cast.register_fake
-def _(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
+def _norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
     m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((m, k) if row else 0, dtype=dtype),
@@ -66,19 +48,30 @@ def _(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
     )
 
 
-@torch.library.custom_op(
-    "octavo::norm_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, Tensor? residual_grad)"
+@operator(
+    "norm_cast(Tensor x, Tensor weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor scale, ScalarType dtype, bool row, bool col,"
+    " bool amax, bool count) -> (Tensor, Tensor, Tensor, Tensor)",
+    _norm_cast,
+)
+def norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
+    stats = new_stats(x, count)
+    codes, codes_t, maximum = backend(x).norm_cast(
+        x, weight, bias, mean, rstd, scale, dtype, row=row, col=col, amax=amax, stats=stats if count else None
+    )
+    return or_empty(codes, x, dtype), or_empty(codes_t, x, dtype), stats, or_empty(maximum, x, torch.float32)
+
+
+def _norm_backward(dy, x, weight, mean, rstd, residual_grad):
+    dweight = x.new_empty(x.shape[1], dtype=torch.float32)
+    dbias = dweight.new_empty(0) if mean is None else torch.empty_like(dweight)
+    return x.new_empty(x.shape), dweight, dbias, dweight.new_empty(())
+
+
+@operator(
+    "norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, Tensor? residual_grad)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    _norm_backward,
 )
 def norm_backward(dy, x, weight, mean, rstd, residual_grad):
     dx, dweight, dbias, amax = backend(x).norm_backward(dy, x, weight, mean, rstd, residual_grad)
     return dx, dweight, or_empty(dbias, dweight, dweight.dtype), amax
-
-
-@norm_backward.register_fake
-def _(dy, x, weight, mean, rstd, residual_grad):
-    dweight = x.new_empty(x.shape[1], dtype=torch.float32)
-    dbias = dweight.new_empty(0) if mean is None else torch.empty_like(dweight)
-    return x.new_empty(x.shape), dweight, dbias, dweight.new_empty(())

@@ -11,15 +11,27 @@ import torch
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
 from octavo.kernels.maxima import kept_amax, remember_amax
+from octavo.kernels.operator import operator
 from octavo.kernels.ops import new_stats, or_empty, padded
 
 
-@torch.library.custom_op(
-    "octavo::quantize",
-    mutates_args=(),
-    schema="(Tensor x, ScalarType dtype, bool power_of_two, bool row, bool col, bool column_sum, Tensor? amax,"
+def _quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None, shift=None):
+    m, k = padded(x.shape[0]), padded(x.shape[1])
+    return (
+        x.new_empty((m, k) if row else 0, dtype=dtype),
+        x.new_empty((k, m) if col else 0, dtype=dtype),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(x.shape[1] if column_sum else 0, dtype=torch.float32),
+        new_stats(x, count),
+    )
+
+
+@operator(
+    "quantize(Tensor x, ScalarType dtype, bool power_of_two, bool row, bool col, bool column_sum, Tensor? amax,"
     " bool keep_amax, Tensor? unit, bool count, Tensor? hint=None, Tensor? shift=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize,
 )
 def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None, shift=None):
     stats = new_stats(x, count)
@@ -46,33 +58,23 @@ def quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit
     )
 
 
-@quantize.register_fake
-def _(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None, shift=None):
-    m, k = padded(x.shape[0]), padded(x.shape[1])
-    return (
-        x.new_empty((m, k) if row else 0, dtype=dtype),
-        x.new_empty((k, m) if col else 0, dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty(x.shape[1] if column_sum else 0, dtype=torch.float32),
-        new_stats(x, count),
-    )
+def _row_sums(x):
+    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("octavo::row_sums", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)")
+@operator("row_sums(Tensor x) -> (Tensor, Tensor)", _row_sums)
 def row_sums(x):
     return backend(x).row_sums(x)
 
 
-@row_sums.register_fake
-def _(x):
-    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+def _cast_current(x, dtype, count, hint=None):
+    scale, largest = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scale, largest, new_stats(x, count)
 
 
-@torch.library.custom_op(
-    "octavo::cast_current",
-    mutates_args=(),
-    schema="(Tensor x, ScalarType dtype, bool count, Tensor? hint=None) -> (Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    "cast_current(Tensor x, ScalarType dtype, bool count, Tensor? hint=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    _cast_current,
 )
 def cast_current(x, dtype, count, hint=None):
     stats = new_stats(x, count)
@@ -80,19 +82,10 @@ def cast_current(x, dtype, count, hint=None):
     return remember_amax(codes, largest), scale, largest, stats
 
 
-@cast_current.register_fake
-def _(x, dtype, count, hint=None):
-    scale, largest = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), scale, largest, new_stats(x, count)
+def _visible_scale(scale, amax, unit):
+    return torch.empty_like(scale), torch.empty_like(scale)
 
 
-@torch.library.custom_op(
-    "octavo::visible_scale", mutates_args=(), schema="(Tensor scale, Tensor amax, Tensor? unit) -> (Tensor, Tensor)"
-)
+@operator("visible_scale(Tensor scale, Tensor amax, Tensor? unit) -> (Tensor, Tensor)", _visible_scale)
 def visible_scale(scale, amax, unit):
     return backend(scale).visible_scale(scale, amax, unit)
-
-
-@visible_scale.register_fake
-def _(scale, amax, unit):
-    return torch.empty_like(scale), torch.empty_like(scale)

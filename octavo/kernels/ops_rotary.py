@@ -6,21 +6,17 @@ import torch
 
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
+from octavo.kernels.operator import operator
 from octavo.kernels.ops import or_empty, padded
 
 
-@torch.library.custom_op(
-    "octavo::rotary",
-    mutates_args=(),
-    schema="(Tensor qkv, Tensor cos, Tensor sin, SymInt heads, bool backward) -> Tensor",
-)
+def _rotary(qkv, cos, sin, heads, backward):
+    return qkv.new_empty(qkv.shape)
+
+
+@operator("rotary(Tensor qkv, Tensor cos, Tensor sin, SymInt heads, bool backward) -> Tensor", _rotary)
 def rotary(qkv, cos, sin, heads, backward):
     return backend(qkv).rotary(qkv, cos, sin, heads, backward=backward)
-
-
-@rotary.register_fake
-def _(qkv, cos, sin, heads, backward):
-    return qkv.new_empty(qkv.shape)
 
 
 @torch.library.custom_op(
@@ -30,27 +26,36 @@ def rotary_(qkv, cos, sin, heads):
     backend(qkv).rotary_(qkv, cos, sin, heads)
 
 
-@torch.library.custom_op(
-    "octavo::rotary_backward",
-    mutates_args=(),
-    schema="(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin) -> (Tensor, Tensor)",
-)
-def rotary_backward(dq, dk, dv, cos, sin):
-    return backend(dq).rotary_backward(dq, dk, dv, cos, sin)
-
-
-@rotary_backward.register_fake
-def _(dq, dk, dv, cos, sin):
+def _rotary_backward(dq, dk, dv, cos, sin):
     batch, tokens, heads, channels = dq.shape
     shape = (batch, tokens, heads + 2 * dk.shape[2], channels)
     return dq.new_empty(shape), dq.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "octavo::rotary_backward_quantize",
-    mutates_args=(),
-    schema="(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, ScalarType dtype, bool power_of_two, bool row, bool col,"
-    " bool column_sum, Tensor? hint) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    "rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin) -> (Tensor, Tensor)", _rotary_backward
+)
+def rotary_backward(dq, dk, dv, cos, sin):
+    return backend(dq).rotary_backward(dq, dk, dv, cos, sin)
+
+
+def _rotary_backward_quantize(dq, dk, dv, cos, sin, dtype, power_of_two, row, col, column_sum, hint):
+    batch, tokens, heads, channels = dq.shape
+    columns = (heads + 2 * dk.shape[2]) * channels
+    m, k = padded(batch * tokens), padded(columns)
+    return (
+        dq.new_empty((m, k) if row else 0, dtype=dtype),
+        dq.new_empty((k, m) if col else 0, dtype=dtype),
+        dq.new_empty((), dtype=torch.float32),
+        dq.new_empty((), dtype=torch.float32),
+        dq.new_empty(columns if column_sum else 0, dtype=torch.float32),
+    )
+
+
+@operator(
+    "rotary_backward_quantize(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, ScalarType dtype, bool power_of_two,"
+    " bool row, bool col, bool column_sum, Tensor? hint) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _rotary_backward_quantize,
 )
 def rotary_backward_quantize(dq, dk, dv, cos, sin, dtype, power_of_two, row, col, column_sum, hint):
     codes, codes_t, scale, inverse, sums = backend(dq).rotary_backward_quantize(
@@ -67,17 +72,3 @@ def rotary_backward_quantize(dq, dk, dv, cos, sin, dtype, power_of_two, row, col
         hint=hint,
     )
     return or_empty(codes, dq, dtype), or_empty(codes_t, dq, dtype), scale, inverse, or_empty(sums, dq, torch.float32)
-
-
-@rotary_backward_quantize.register_fake
-def _(dq, dk, dv, cos, sin, dtype, power_of_two, row, col, column_sum, hint):
-    batch, tokens, heads, channels = dq.shape
-    columns = (heads + 2 * dk.shape[2]) * channels
-    m, k = padded(batch * tokens), padded(columns)
-    return (
-        dq.new_empty((m, k) if row else 0, dtype=dtype),
-        dq.new_empty((k, m) if col else 0, dtype=dtype),
-        dq.new_empty((), dtype=torch.float32),
-        dq.new_empty((), dtype=torch.float32),
-        dq.new_empty(columns if column_sum else 0, dtype=torch.float32),
-    )
