@@ -239,7 +239,7 @@ def _break_even() -> Check:
     if table is None:
         command = f"octavo bench --break-even {MEASURED.name}"
         return Check(name, True, f"not measured on this device, so no layer is left for its speed: run `{command}`")
-    return Check(name, True, f"FP8 is faster in square layers d → d ({table.device}), {'; '.join(table.describe())}")
+    return Check(name, True, f"FP8 is faster ({table.device}) in {'; '.join(table.describe())}")
 
 
 def _packages() -> Check:

@@ -1,68 +1,110 @@
-"""`octavo bench --break-even PATH`: where FP8 linear layers begin to be faster than BF16 on this device.
+"""`octavo bench --break-even PATH`: where FP8 linear layers and fused blocks begin to be faster than BF16 on this device.
 
 Forward and backward of both layers, all casts included, as in `octavo bench linear`, over square layers and four times as wide ones;
-eager, and on a GPU in a CUDA graph, which stands for everything that hides launches. The file is what `octavo.BreakEven(table=PATH)` and
-`model.break_even=PATH` read. About a minute on an H200.
+eager, and on a GPU in a CUDA graph, which stands for everything that hides launches. Then blocks, see `octavo.bench.break_even_blocks`.
+The file is what `octavo.BreakEven(table=PATH)` and `model.break_even=PATH` read. `--only layer` and `--only block` measure one of the two.
+At most four minutes on an H200, most of them for compiling blocks.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from octavo.bench import break_even_blocks as blocks
 from octavo.bench.linear import BASELINE, BOUND, time_layer, variants
 from octavo.bench.rows import Row
 from octavo.bench.run import Run
-from octavo.convert.break_even import EAGER, GRAPH, Measurement, Table, capability_of
+from octavo.convert.break_even import BLOCK, EAGER, GRAPH, LAYER, Measurement, Table, capability_of
 
 REPEATS = 7
+MODES = {"cuda": (EAGER, GRAPH), "cpu": (EAGER,)}
 TOKENS = {"cuda": (1024, 4096, 16_384, 65_536), "cpu": (64, 256)}
 SIDES = {"cuda": (512, 768, 1024, 1536, 2048, 3072, 4096), "cpu": (64, 128)}
 ASPECTS = (1, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is timed at once: a layer or a block, over some tokens."""
+
+    what: str
+    tokens: int
+    inputs: int
+    outputs: int
+    modes: tuple[str, ...]
+    time: Callable[[str], tuple[Row, Row]]
+    """Mode → BF16 and FP8, timed right after each other."""
 
 
 def run_break_even(run: Run, path: Path) -> list[Row]:
     """Measure, say, and write the table to `path`, which is whole after each shape. Returns a row for each time.
 
     A shape that does not fit into memory, or whose result is wrong, is not in the table. Raises `ValueError`, before anything is
-    measured, if `path` has no folder or the recipe no FP8.
+    measured, if `path` has no folder, the recipe no FP8, or `run.only` wants neither layers nor blocks.
     """
     if not run.recipe.converts:
         raise ValueError(f"--break-even compares FP8 with BF16, and recipe={run.recipe.name} is BF16: use O1 or O2")
     if not path.parent.is_dir():
         raise ValueError(f"--break-even={path}: there is no folder {path.parent}")
+    if not (run.wants(LAYER) or run.wants(BLOCK)):
+        raise ValueError(f"--only={','.join(run.only)}: --break-even measures {LAYER} and {BLOCK}")
     rows: list[Row] = []
     measured: list[Measurement] = []
-    modes = (EAGER, GRAPH) if run.is_cuda else (EAGER,)
-    for tokens, inputs, outputs in _shapes(run.device.type):
-        pairs = []
-        for mode in modes:
+    facts = capability_of(run.device), run.record.conditions["device"]
+    for case in _cases(run):
+        cells = []
+        for mode in case.modes:
             try:
-                pairs.append(_pair(run, mode, tokens, inputs, outputs))
+                bf16, fp8 = case.time(mode)
             except torch.OutOfMemoryError:
-                run.record.say(f"{tokens:,} tokens, {inputs:,} → {outputs:,}, {mode}: out of memory")
-        run.clear()
-        rows += [row for pair in pairs for row in pair]
-        for bf16, fp8 in pairs:
+                run.record.say(f"{_title(case)}, {mode}: out of memory")
+                continue
+            rows += [bf16, fp8]
             if bf16.wrong or fp8.wrong:
                 run.record.say(f"WRONG: {bf16.what}, {bf16.mode}: errors {bf16.error:.2g} and {fp8.error:.2g}")
                 continue
             assert bf16.ms is not None and fp8.ms is not None
-            facts = capability_of(run.device), run.record.conditions["device"], bf16.mode, tokens, inputs, outputs
-            measured.append(Measurement(*facts, bf16.ms * 1e3, fp8.ms * 1e3))
-        cells = [one for one in measured if (one.tokens, one.inputs, one.outputs) == (tokens, inputs, outputs)]
+            times = bf16.ms * 1e3, fp8.ms * 1e3
+            cells.append(Measurement(*facts, mode, case.tokens, case.inputs, case.outputs, *times, case.what))
         if cells:
-            run.record.say(_line(cells))
+            parts = [f"{c.mode} {c.bf16_us:,.0f} µs in BF16, {c.fp8_us:,.0f} in FP8: {c.speedup:.2f}×" for c in cells]
+            run.record.say(f"{_title(case)}  {'   '.join(parts)}")
+            measured += cells
             write_table(path, measured, run.record.conditions, run.recipe.name)
     if measured:
-        run.record.say(f"\nsquare layers are faster in FP8, forward and backward ({path}):")
+        run.record.say(f"\nFP8 is faster, forward and backward, in ({path}):")
         for line in Table(tuple(measured)).describe():
             run.record.say(f"  {line}")
     return rows
+
+
+def _title(case: Case) -> str:
+    return f"{case.what} {case.tokens:>6} tokens, {case.inputs:>4} → {case.outputs:<5}"
+
+
+def _cases(run: Run) -> Iterator[Case]:
+    """Layers one by one; blocks one by one, over all tokens, since each is compiled once."""
+    kind = run.device.type
+    if run.wants(LAYER):
+        for tokens, inputs, outputs in _shapes(kind):
+            time = functools.partial(_pair, run, tokens, inputs, outputs)
+            yield Case(LAYER, tokens, inputs, outputs, MODES[kind], time)
+            run.clear()
+    if run.wants(BLOCK):
+        for dialect in blocks.DIALECTS:
+            for dim in blocks.DIMS[kind]:
+                pair = blocks.BlockPair(run, dialect, dim)
+                for tokens in blocks.TOKENS[kind]:
+                    time = functools.partial(pair.time, tokens)
+                    yield Case(BLOCK, tokens, dim, pair.outputs, blocks.MODES[kind], time)
+                del pair, time
+                run.clear()
 
 
 def _shapes(kind: str) -> Iterator[tuple[int, int, int]]:
@@ -71,7 +113,7 @@ def _shapes(kind: str) -> Iterator[tuple[int, int, int]]:
             yield from ((tokens, side, aspect * side) for aspect in ASPECTS)
 
 
-def _pair(run: Run, mode: str, tokens: int, inputs: int, outputs: int) -> tuple[Row, Row]:
+def _pair(run: Run, tokens: int, inputs: int, outputs: int, mode: str) -> tuple[Row, Row]:
     """BF16 and FP8, timed right after each other."""
     found = []
     build = variants(run, inputs, outputs)
@@ -79,13 +121,6 @@ def _pair(run: Run, mode: str, tokens: int, inputs: int, outputs: int) -> tuple[
         row = Row("break-even", f"{tokens} tokens, {inputs} → {outputs}", variant, mode, tokens=tokens, bound=BOUND)
         found.append(time_layer(run, row, build[variant], inputs, outputs))
     return found[0], found[1]
-
-
-def _line(cells: list[Measurement]) -> str:
-    """The modes of a shape, for people."""
-    one = cells[0]
-    parts = [f"{c.mode} {c.bf16_us:,.0f} µs in BF16, {c.fp8_us:,.0f} in FP8: {c.speedup:.2f}×" for c in cells]
-    return f"{one.tokens:>6} tokens, {one.inputs:>4} → {one.outputs:<5}  {'   '.join(parts)}"
 
 
 def write_table(path: Path, measured: list[Measurement], conditions: dict[str, str], recipe: str) -> None:

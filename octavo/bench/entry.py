@@ -72,7 +72,7 @@ def bench(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> 
     record = Record(conditions(device), say, options.csv)
     say(", ".join(f"{name} {value}" for name, value in record.conditions.items() if value))
     if options.break_even is not None:
-        return run_break_even(Run(device, REPEATS, config.recipe, record), options.break_even)
+        return run_break_even(Run(device, REPEATS, config.recipe, record, only=options.only), options.break_even)
     ceiling = None
     if options.roofline or "kernels" in names:
         ceiling = measure_ceiling(device, options.repeats)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--break-even",
         type=Path,
         metavar="PATH",
-        help="instead of all benchmarks: time FP8 and BF16 linear layers of many shapes, and write the table that convert decides by",
+        help="instead of all benchmarks: time FP8 and BF16 layers and blocks of many shapes, and write the table that decides what is converted",
     )
     parser.add_argument("--csv", type=Path, metavar="PATH", help="all rows with their conditions")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="bars of throughput and memory")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=(),
         metavar="NAMES",
-        help="variants whose name contains one of these, such as bf16,octavo",
+        help="variants whose name contains one of these, such as bf16,octavo; with --break-even, layer or block",
     )
     parser.add_argument(
         "--modes", type=_names, metavar="NAMES", help="eager, compiled, graph (default all three; eager on a CPU)"

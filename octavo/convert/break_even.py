@@ -1,9 +1,10 @@
 """Where FP8 begins to save time: measured, never guessed.
 
 A FP8 layer saves time in its three GEMMs and spends some on casts and launches. Which of them is more depends on the GPU, the shape of
-the layer, the tokens that it sees at once, and on whether launches are hidden by a CUDA graph or `torch.compile`. `octavo bench
---break-even` times forward and backward of both layers, casts included, over a grid of shapes; `break_even.csv`, beside this file,
-holds what was measured so far, by compute capability. A device that a table does not have is not judged.
+the layer, the tokens that it sees at once, and on whether launches are hidden by a CUDA graph or `torch.compile`. The kernels of a fused
+block save more than those of its layers alone, so whole blocks are measured too. `octavo bench --break-even` times forward and
+backward, casts included, over grids of shapes; `break_even.csv`, beside this file, holds what was measured so far, by compute
+capability. What a table does not have, a device or a kind of shape, is not judged.
 
 Between measured points log(speedup) is linear in log(tokens), log √(inputs · outputs) and log(longer side / shorter side); beyond the
 grid it is that of the nearest edge.
@@ -26,27 +27,33 @@ MEASURED = Path(__file__).with_name("break_even.csv")
 """octavo's own measurements."""
 TOKENS = 16_384
 """Tokens of a forward, where nobody says how many."""
-EAGER, GRAPH = "eager", "graph"
+LAYER, BLOCK = "layer", "block"
+"""What is measured: one linear layer; or a fused block, with the model's dim as inputs and the features of its widest layer as outputs."""
+EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
+"""A CUDA graph stands for a single layer without launches; blocks are compiled as the trainer compiles them, launches included."""
 
+Grid = dict[float, dict[float, dict[float, float]]]
+"""Log speedup by the logs of aspect, side and tokens."""
 Rule = Callable[[int, int, torch.device], str | None]
 """(inputs, outputs, device) → why a layer of that shape should stay as it is, or None."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Forward and backward of one layer in BF16 and in FP8."""
+    """Forward and backward of one layer or block in BF16 and in FP8."""
 
     capability: str
     """Of the device, such as 9.0; `cpu` for a CPU."""
     device: str
     mode: str
-    """`eager`, or `graph`: the same calls in a CUDA graph, whose launches cost nothing."""
+    """`eager`; or `graph` for a layer, `compiled` for a block."""
     tokens: int
     inputs: int
     outputs: int
     bf16_us: float
     """Microseconds."""
     fp8_us: float
+    what: str = LAYER
 
     @property
     def speedup(self) -> float:
@@ -58,14 +65,14 @@ class Table:
     """The measurements of one device."""
 
     measurements: Sequence[Measurement]
-    grids: dict[str, dict[float, dict[float, dict[float, float]]]] = field(init=False, compare=False)
-    """Log speedup by mode and by the logs of aspect, side and tokens."""
+    grids: dict[tuple[str, str], Grid] = field(init=False, compare=False)
+    """By what was measured and the mode."""
 
     def __post_init__(self) -> None:
-        grids: dict[str, dict[float, dict[float, dict[float, float]]]] = {}
+        grids: dict[tuple[str, str], Grid] = {}
         for one in self.measurements:
             side, aspect = _coordinates(one.inputs, one.outputs)
-            sides = grids.setdefault(one.mode, {}).setdefault(aspect, {})
+            sides = grids.setdefault((one.what, one.mode), {}).setdefault(aspect, {})
             sides.setdefault(side, {})[numpy.log2(one.tokens)] = numpy.log2(one.speedup)
         object.__setattr__(self, "grids", grids)
 
@@ -73,17 +80,18 @@ class Table:
     def device(self) -> str:
         return self.measurements[0].device
 
-    @property
-    def modes(self) -> list[str]:
-        return sorted(self.grids)
+    def modes(self, what: str = LAYER) -> list[str]:
+        return sorted(mode for kind, mode in self.grids if kind == what)
 
-    @property
-    def tokens(self) -> list[int]:
-        return sorted({one.tokens for one in self.measurements})
+    def tokens(self, what: str = LAYER) -> list[int]:
+        return sorted({one.tokens for one in self.measurements if one.what == what})
 
-    def speedup(self, tokens: int, inputs: int, outputs: int, mode: str) -> float:
-        """Of FP8 over BF16; of another mode if this one was not measured."""
-        grid = self.grids[mode if mode in self.grids else self.modes[0]]
+    def speedup(self, tokens: int, inputs: int, outputs: int, mode: str, what: str = LAYER) -> float | None:
+        """Of FP8 over BF16; of another mode if this one was not measured, None if nothing of that kind was."""
+        modes = self.modes(what)
+        if not modes:
+            return None
+        grid = self.grids[what, mode if mode in modes else modes[0]]
         side, aspect = _coordinates(inputs, outputs)
         at = numpy.log2(max(tokens, 1))
 
@@ -92,22 +100,27 @@ class Table:
 
         return float(2 ** _interpolate(aspect, {one: over_sides(sides) for one, sides in grid.items()}))
 
-    def smallest(self, tokens: int, mode: str) -> int | None:
-        """The smallest measured d from which on square layers are faster in FP8; None if the largest is not."""
+    def smallest(self, tokens: int, mode: str, what: str = LAYER) -> int | None:
+        """The smallest measured d from which on square layers, or blocks of all shapes, are faster in FP8; None if the largest is not."""
+        shapes: dict[int, set[int]] = {}
+        for one in self.measurements:
+            if one.what == what and (what == BLOCK or one.inputs == one.outputs):
+                shapes.setdefault(one.inputs, set()).add(one.outputs)
         found = None
-        for side in sorted({one.inputs for one in self.measurements if one.inputs == one.outputs}, reverse=True):
-            if self.speedup(tokens, side, side, mode) < 1:
+        for d in sorted(shapes, reverse=True):
+            speedups = [self.speedup(tokens, d, outputs, mode, what) for outputs in shapes[d]]
+            if any(speedup is None or speedup < 1 for speedup in speedups):
                 break
-            found = side
+            found = d
         return found
 
     def describe(self) -> list[str]:
-        """A line for each mode: where square layers begin to be faster in FP8."""
+        """A line for each kind and mode: where square layers and blocks begin to be faster in FP8."""
         lines = []
-        for mode in self.modes:
-            least = [(tokens, self.smallest(tokens, mode)) for tokens in self.tokens]
+        for what, mode in sorted(self.grids, key=lambda kind: (kind[0] != LAYER, kind)):
+            least = [(tokens, self.smallest(tokens, mode, what)) for tokens in self.tokens(what)]
             parts = [f"at {n:,} tokens {'never' if d is None else f'from d = {d:,}'}" for n, d in least]
-            lines.append(f"{mode}: {', '.join(parts)}")
+            lines.append(f"{'square layers' if what == LAYER else 'blocks'}, {mode}: {', '.join(parts)}")
         return lines
 
 
@@ -127,12 +140,14 @@ def _interpolate(at: float, points: dict[float, float]) -> float:
 def read_tables(path: Path) -> dict[str, Table]:
     """The tables of a CSV file by compute capability; other columns are its conditions. A process reads a file once.
 
-    Raises `ValueError` for a file that is no table.
+    A file without the column `what` is of layers. Raises `ValueError` for a file that is no table.
     """
     names = {one.name: one.type for one in fields(Measurement)}
     found: dict[str, list[Measurement]] = {}
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
+        if "what" not in (reader.fieldnames or ()):
+            del names["what"]
         missing = [name for name in names if name not in (reader.fieldnames or ())]
         if missing:
             raise ValueError(
@@ -146,6 +161,8 @@ def read_tables(path: Path) -> dict[str, Table]:
                 raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
             if min(one.tokens, one.inputs, one.outputs, one.bf16_us, one.fp8_us) <= 0:
                 raise ValueError(f"{path}, line {reader.line_num}: sizes and times must be positive")
+            if one.what not in (LAYER, BLOCK):
+                raise ValueError(f"{path}, line {reader.line_num}: what is {one.what!r}: use {LAYER} or {BLOCK}")
             found.setdefault(one.capability, []).append(one)
     return {capability: Table(tuple(rows)) for capability, rows in found.items()}
 
@@ -187,34 +204,46 @@ class BreakEven:
     table: str | Path | None = None
     """A file of `octavo bench --break-even`; None is octavo's own measurements."""
     together: tuple[tuple[int, int], ...] = ()
-    """Shapes (inputs, outputs) of layers that a fused block runs as one: their time decides as a whole, since one that is left takes
-    the block apart."""
+    """Shapes (inputs, outputs) of the layers of a fused block: its time decides for all, since one that is left takes the block apart."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens}: a layer sees at least one token")
 
     def speedup(self, inputs: int, outputs: int, capability: str) -> float | None:
-        """Of FP8 over BF16 on devices of that name (see `capability_of`); None where it was not measured.
+        """Of FP8 over BF16 on devices of that name (see `capability_of`), of the block for one of its layers; None if not measured."""
+        return self._judge(inputs, outputs, capability)[0]
 
-        Of layers that go together, BF16 takes time in proportion to their arithmetic.
+    def _judge(self, inputs: int, outputs: int, capability: str) -> tuple[float | None, str]:
+        """The speedup, and of what.
+
+        Where no block was measured, it is estimated from its layers, whose BF16 takes time in proportion to their arithmetic.
         """
-        found = find_table(capability, None if self.table is None else Path(self.table))
-        if found is None:
-            return None
+        table = find_table(capability, None if self.table is None else Path(self.table))
+        if table is None:
+            return None, ""
         mode = GRAPH if self.compiled else EAGER
-        shapes = self.together if (inputs, outputs) in self.together else ((inputs, outputs),)
-        bf16 = sum(k * n for k, n in shapes)
-        return bf16 / sum(k * n / found.speedup(self.tokens, k, n, mode) for k, n in shapes)
+        if (inputs, outputs) not in self.together:
+            return table.speedup(self.tokens, inputs, outputs, mode), f"{inputs:,} → {outputs:,}"
+        dim, widest = max(self.together, key=lambda shape: shape[1])
+        block = table.speedup(self.tokens, dim, widest, COMPILED if self.compiled else EAGER, BLOCK)
+        if block is not None:
+            return block, f"a fused block whose widest layer is {dim:,} → {widest:,}"
+        bf16 = fp8 = 0.0
+        for k, n in self.together:
+            layer = table.speedup(self.tokens, k, n, mode)
+            assert layer is not None, "a table has layers or blocks"
+            bf16, fp8 = bf16 + k * n, fp8 + k * n / layer
+        return bf16 / fp8, f"a fused block, by its layers {named(self.together)}"
 
     def __call__(self, inputs: int, outputs: int, device: torch.device) -> TooSlow | None:
         capability = capability_of(device)
-        speedup = self.speedup(inputs, outputs, capability)
+        speedup, what = self._judge(inputs, outputs, capability)
         if speedup is None or speedup >= 1:
             return None
         return TooSlow(
-            f"FP8 has {speedup:.3g}× the speed of BF16 at {self.tokens:,} tokens, {inputs:,} → {outputs:,}, "
-            f"{'compiled' if self.compiled else 'eager'} (measured at compute capability {capability}); break_even=False converts it"
+            f"FP8 has {speedup:.3g}× the speed of BF16 at {self.tokens:,} tokens, {what}, {'compiled' if self.compiled else 'eager'} "
+            f"(measured at compute capability {capability}); break_even=False converts it"
         )
 
 

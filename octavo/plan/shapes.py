@@ -76,7 +76,7 @@ class Setup:
     def left(self) -> frozenset[tuple[int, int]]:
         """Shapes of the linear layers that stay as they are because FP8 would be slower."""
         shapes = tuple(self.linears.values())
-        return frozenset(shape for shape in shapes if self._slower(shape, shapes if self.model.fused else ()))
+        return frozenset(shape for shape in shapes if self._slower(shape, shapes if self.fusible else ()))
 
     def _slower(self, shape: tuple[int, int], together: tuple[tuple[int, int], ...] = ()) -> bool:
         """Whether FP8 was measured to slow a layer of that shape down; `together` as in `BreakEven`."""
@@ -100,10 +100,14 @@ class Setup:
         return self.model.tie_embeddings or min(shape) >= MIN_SIDE and not self._slower(shape)
 
     @property
+    def fusible(self) -> bool:
+        """Whether blocks run through the functions of `octavo.linear.fused` once all their layers are converted."""
+        return self.model.fused and (self.recipe.scaling == "current" or not self.compiled)
+
+    @property
     def fused(self) -> bool:
-        """Whether blocks run through the functions of `octavo.linear.fused`: all their layers are converted, and scale as these can."""
-        traceable = self.recipe.scaling == "current" or not self.compiled
-        return self.model.fused and traceable and all(map(self.converted, self.linears))
+        """Whether blocks run through the functions of `octavo.linear.fused`."""
+        return self.fusible and all(map(self.converted, self.linears))
 
     def size(self, name: str) -> int:
         """Elements of the layer's weight."""
