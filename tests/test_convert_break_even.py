@@ -13,7 +13,7 @@ from torch import nn
 
 import octavo
 from octavo.convert import BreakEven, break_even, convert, convert_report, initialize
-from octavo.convert.break_even import Measurement, Table, deciding_by, find_table, read_tables
+from octavo.convert.break_even import BLOCK, LAYER, Measurement, Table, deciding_by, find_table, read_tables
 from octavo.linear import FP8Conv1D, FP8Linear
 from octavo.models import SIZES, Transformer
 from octavo.optim import AdamW
@@ -55,6 +55,26 @@ def table(tmp_path) -> Path:
     return write(tmp_path / "table.csv", measurements())
 
 
+BLOCKS = {
+    ("eager", 64, 64, 256): 0.5,
+    ("eager", 64, 64, 352): 0.6,
+    ("eager", 64, 128, 512): 1.5,
+    ("eager", 64, 128, 704): 0.9,
+    ("compiled", 64, 64, 256): 1.25,
+    ("compiled", 64, 64, 352): 0.8,
+    ("compiled", 64, 128, 512): 1.75,
+    ("compiled", 64, 128, 704): 1.1,
+}
+"""Speedups of blocks in two dialects, by mode, tokens, dim and features of the widest layer."""
+
+
+def blocks(capability: str = "cpu") -> list[Measurement]:
+    return [
+        Measurement(capability, "a device", *shape, bf16_us=speedup, fp8_us=1, what=BLOCK)
+        for shape, speedup in BLOCKS.items()
+    ]
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256))
 
@@ -92,7 +112,7 @@ def test_between_points_the_speedup_is_a_power_law_and_beyond_them_that_of_the_e
 def test_where_square_layers_begin_to_be_faster(table):
     (read,) = read_tables(table).values()
     assert read.smallest(64, "eager") == 128 and read.smallest(64, "graph") == 64
-    assert read.describe()[0] == "eager: at 64 tokens from d = 128, at 1,024 tokens from d = 128"
+    assert read.describe()[0] == "square layers, eager: at 64 tokens from d = 128, at 1,024 tokens from d = 128"
     slower = Table(tuple(one for one in read.measurements if one.inputs < 64))
     assert slower.smallest(64, "eager") is None and "at 64 tokens never" in slower.describe()[0]
 
@@ -102,6 +122,36 @@ def test_a_mode_that_was_not_measured_takes_the_other():
     assert table.speedup(64, 64, 64, "graph") == table.speedup(64, 64, 64, "eager")
 
 
+def test_layers_and_blocks_have_grids_of_their_own(tmp_path):
+    (both,) = read_tables(write(tmp_path / "both.csv", measurements() + blocks())).values()
+    layers, only_blocks = Table(tuple(measurements())), Table(tuple(blocks()))
+    assert both.modes() == ["eager", "graph"] and both.modes(BLOCK) == ["compiled", "eager"]
+    assert both.tokens() == [64, 1024] and both.tokens(BLOCK) == [64]
+    for (mode, *shape), speedup in BLOCKS.items():
+        assert both.speedup(*shape, mode, BLOCK) == pytest.approx(speedup)
+        assert both.speedup(*shape, mode) == layers.speedup(*shape, mode)
+        assert layers.speedup(*shape, mode, BLOCK) is None and only_blocks.speedup(*shape, mode, LAYER) is None
+
+
+def test_where_blocks_of_both_dialects_begin_to_be_faster():
+    table = Table(tuple(measurements() + blocks()))
+    assert table.smallest(64, "compiled", BLOCK) == 128 and table.smallest(64, "eager", BLOCK) is None
+    assert table.describe() == Table(tuple(measurements())).describe() + [
+        "blocks, compiled: at 64 tokens from d = 128",
+        "blocks, eager: at 64 tokens never",
+    ]
+
+
+def test_a_file_without_the_column_what_is_of_layers(tmp_path, table):
+    path = tmp_path / "old.csv"
+    with table.open(newline="") as file, path.open("w", newline="") as old:
+        rows = list(csv.DictReader(file))
+        writer = csv.DictWriter(old, [name for name in rows[0] if name != "what"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read_tables(path) == read_tables(table)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -109,6 +159,10 @@ def test_a_mode_that_was_not_measured_takes_the_other():
         ("capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us\n9.0,x,eager,64,32,many,1,1\n", "line 2.*many"),
         ("capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us\n9.0,x,eager,64,32,32,1,0\n", "line 2.*positive"),
         ("capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us\n9.0,x,eager\n", "line 2"),
+        (
+            "capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us,what\n9.0,x,eager,64,32,32,1,1,model\n",
+            "line 2.*'model': use layer or block",
+        ),
     ],
 )
 def test_a_file_that_is_no_table(tmp_path, text, message):
@@ -160,6 +214,34 @@ def test_tokens_and_mode_count(table, seed):
     assert taken(tokens=64, compiled=True) == ["0", "1"]
 
 
+def test_a_measured_block_decides_for_its_layers(tmp_path, seed):
+    """Whatever they are on their own; a layer outside is judged for itself."""
+    path = write(tmp_path / "both.csv", measurements() + blocks())
+    for compiled, mode in ((False, "eager"), (True, "compiled")):
+        for together in (((64, 192), (64, 64), (64, 256), (256, 64)), ((64, 192), (64, 64), (64, 352), (176, 64))):
+            rule, alone = BreakEven(64, compiled, path, together), BreakEven(64, compiled, path)
+            widest = together[2][1]
+            want = BLOCKS[mode, 64, 64, widest]
+            for shape in together:
+                assert rule.speedup(*shape, "cpu") == pytest.approx(want)
+            assert rule.speedup(32, 64, "cpu") == alone.speedup(32, 64, "cpu")
+            reason = rule(64, 64, torch.device("cpu"))
+            assert (reason is None) == (want >= 1)
+            assert reason is None or f"a fused block whose widest layer is 64 → {widest}, {mode}" in reason
+            model = convert(
+                nn.Sequential(*(nn.Linear(*shape) for shape in together), nn.Linear(256, 256)), break_even=rule
+            )
+            assert converted(model) == [*("0123" if want >= 1 else ""), "4"]
+
+
+def test_a_table_of_blocks_alone_does_not_judge_layers(tmp_path, seed):
+    path = write(tmp_path / "blocks.csv", blocks())
+    rule = BreakEven(64, table=path, together=((64, 64), (64, 256)))
+    assert rule.speedup(64, 64, "cpu") == pytest.approx(0.5) and rule.speedup(32, 32, "cpu") is None
+    model = convert(nn.Sequential(nn.Linear(64, 256), nn.Linear(32, 32)), break_even=rule)
+    assert converted(model) == ["1"]
+
+
 def test_layers_of_a_fused_block_go_together(table, seed):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 256))
     together = ((64, 64), (256, 256))
@@ -169,6 +251,8 @@ def test_layers_of_a_fused_block_go_together(table, seed):
     assert slow < 1 < total < fast
     for shape in together:
         assert rule.speedup(*shape, "cpu") == pytest.approx(total)
+    slower = BreakEven(tokens=64, table=table, together=((64, 64), (64, 65)))(64, 64, torch.device("cpu"))
+    assert slower is not None and "a fused block, by its layers 64 → 64, 64 → 65, eager" in slower
     assert converted(convert(model, break_even=rule)) == ["0", "1", "2"]
 
 
@@ -273,5 +357,6 @@ def test_a_model_that_converts_while_it_is_built(table, seed):
 def test_octavos_own_table_if_there_is_one_is_whole():
     if break_even.MEASURED.is_file():
         for table in read_tables(break_even.MEASURED).values():
-            assert table.modes == ["eager", "graph"]
-            assert len({(m.mode, m.tokens, m.inputs, m.outputs) for m in table.measurements}) == len(table.measurements)
+            assert table.modes() == ["eager", "graph"] and table.modes(BLOCK) in ([], ["compiled", "eager"])
+            points = {(m.what, m.mode, m.tokens, m.inputs, m.outputs) for m in table.measurements}
+            assert len(points) == len(table.measurements)

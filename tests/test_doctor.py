@@ -111,7 +111,7 @@ def test_break_even_where_it_was_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(break_even, "MEASURED", path)
     check = doctor._break_even()
     assert check.ok and check.detail.endswith(
-        "(a device), eager: at 64 tokens from d = 512, at 128 tokens from d = 512"
+        "(a device) in square layers, eager: at 64 tokens from d = 512, at 128 tokens from d = 512"
     )
 
 

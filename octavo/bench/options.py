@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--break-even",
         type=Path,
         metavar="PATH",
-        help="instead of all benchmarks: time FP8 and BF16 layers and blocks of many shapes, and write the table that decides what is converted",
+        help="instead of all benchmarks: time FP8 and BF16 layers and blocks of many shapes, and write the table that convert decides by",
     )
     parser.add_argument("--csv", type=Path, metavar="PATH", help="all rows with their conditions")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="bars of throughput and memory")

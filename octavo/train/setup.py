@@ -86,9 +86,9 @@ def build_model(
     fill = None
     if source is not None:
         fill = _leave if resumed else DecoderValues(source, shape)
-    if shape.fused and isinstance(break_even, BreakEven):
-        if config.recipe.scaling == "current" or not break_even.compiled:  # else they run layer by layer
-            break_even = replace(break_even, together=_block_shapes(shape))
+    fusible = shape.fused and (config.recipe.scaling == "current" or not config.train.compile)
+    if fusible and isinstance(break_even, BreakEven):
+        break_even = replace(break_even, together=_block_shapes(shape))
     with deciding_by(break_even):
         return Transformer.build(shape, recipe=config.recipe, device=device, seed=config.seed, fill=fill)
 
