@@ -92,6 +92,38 @@ def test_a_fused_block_is_taken_or_left_as_a_whole(wide, expected, settings, tmp
     assert {*checkpoint.layers_left({"left": trainer._left}).shapes} == planned.left
 
 
+BLOCK_TABLE = """capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us,what
+cpu,a device,eager,32,32,32,1,2,layer
+cpu,a device,graph,32,32,32,1,2,layer
+cpu,a device,eager,32,32,128,1,{eager},block
+cpu,a device,compiled,32,32,128,1,{compiled},block
+"""
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "others", "expected"),
+    [
+        (0.5, 4, (), True),
+        (4, 0.5, (), False),
+        (4, 0.5, ("train.compile=true",), True),
+        (0.5, 4, ("train.compile=true",), False),
+        (0.5, 4, ("recipe.scaling=delayed",), True),
+        (0.5, 0.5, ("recipe.scaling=delayed", "train.compile=true"), False),  # runs layer by layer
+        (0.5, 0.5, ("model.fused=false",), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:recipe .* converts no layer")
+def test_a_measured_block_decides_for_fused_ones(eager, compiled, others, expected, settings, tmp_path, seed):
+    """Its layers alone are slower, as the head is; the plan decides as the run does."""
+    (tmp_path / "table.csv").write_text(BLOCK_TABLE.format(eager=eager, compiled=compiled))
+    trainer = Trainer(small_config(tmp_path, *settings, "model.fused=true", *others))
+    assert converted(trainer.model) == (ATTENTION | FEED_FORWARD if expected else set())
+    planned = setup_of(override(trainer.config, ["model.vocab_size=257"]), "cpu")
+    head = 32, planned.model.padded_vocab_size
+    assert {*checkpoint.layers_left({"left": trainer._left}).shapes} == planned.left | {head}
+    assert not planned.fp8_head
+
+
 def test_tokens_and_compilation_are_those_of_the_run():
     config = override(get_preset("gpt_125m"), ["data.micro_batch=4", "data.seq_len=1024"])
     assert config.break_even == BreakEven(4096, compiled=True)

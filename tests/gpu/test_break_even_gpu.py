@@ -1,4 +1,4 @@
-"""The break-even of a GPU: measured eager and in a CUDA graph, and obeyed by layers on that GPU."""
+"""The break-even of a GPU: layers measured eager and in a CUDA graph, blocks eager and compiled, and both obeyed on that GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.bench import break_even
+from octavo.bench import break_even, break_even_blocks
 from octavo.cli import main
 from octavo.convert import BreakEven, convert, convert_report
-from octavo.convert.break_even import capability_of, find_table
+from octavo.convert.break_even import BLOCK, LAYER, capability_of, find_table
 
 pytestmark = pytest.mark.gpu
 
@@ -18,15 +18,19 @@ pytestmark = pytest.mark.gpu
 def test_what_is_measured_decides(monkeypatch, tmp_path, seed):
     monkeypatch.setitem(break_even.TOKENS, "cuda", (256, 4096))
     monkeypatch.setitem(break_even.SIDES, "cuda", (256, 2048))
+    monkeypatch.setitem(break_even_blocks.TOKENS, "cuda", (4096, 8192))
+    monkeypatch.setitem(break_even_blocks.DIMS, "cuda", (512,))
     path = tmp_path / "table.csv"
     assert main(["bench", "--device", "cuda", "--break-even", str(path)]) == 0
     table = find_table(capability_of(torch.device("cuda")), path)
-    assert table is not None and table.modes == ["eager", "graph"] and len(table.measurements) == 16
+    assert table is not None and table.modes() == ["eager", "graph"] and table.modes(BLOCK) == ["compiled", "eager"]
+    assert [one.what for one in table.measurements] == [LAYER] * 16 + [BLOCK] * 8
     for one in table.measurements:
-        rule = BreakEven(tokens=one.tokens, compiled=one.mode == "graph", table=path)
+        together = ((one.inputs, one.inputs), (one.inputs, one.outputs)) if one.what == BLOCK else ()
+        rule = BreakEven(one.tokens, one.mode != "eager", path, together)
         layer = nn.Sequential(nn.Linear(one.inputs, one.outputs, device="cuda", dtype=torch.bfloat16))
         convert(layer, break_even=rule)
-        assert convert_report(layer)[0].converted == (table.speedup(one.tokens, one.inputs, one.outputs, one.mode) >= 1)
+        assert convert_report(layer)[0].converted == (one.speedup >= 1)
 
 
 def test_a_layer_on_the_cpu_is_not_judged_by_the_table_of_a_gpu(seed):
