@@ -29,7 +29,7 @@ from octavo.tensor import ScaledTensor
 DIALECTS: tuple[Literal["gpt", "llama"], ...] = ("gpt", "llama")
 MODES = {"cuda": (EAGER, COMPILED), "cpu": (EAGER,)}
 TOKENS = {"cuda": (4096, 16_384, 65_536), "cpu": (64, 256)}
-DIMS = {"cuda": (512, 768, 1024, 1536, 2048), "cpu": (64, 128)}
+DIMS = {"cuda": (512, 768, 1024, 1536, 2048, 4096), "cpu": (64, 128)}
 SEQ_LEN = {"cuda": 2048, "cpu": 32}
 """Tokens of a sequence: at most half of the fewest, since the compiler takes a batch of one for a case of its own."""
 HEAD_SIZE = 64
