@@ -37,6 +37,7 @@ from octavo.distributed.buckets import Bucket, Member, Reduction, assign
 from octavo.distributed.collectives import Ranks
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
+from octavo.kernels.untraced import untraced
 from octavo.linear import FP8Linear
 from octavo.linear.storage import store_gradient
 from octavo.recipe import BASELINE, Recipe, get_recipe
@@ -347,6 +348,7 @@ def _watch(param: Tensor, hook: Callable[[Tensor], None]) -> None:
     """
     method = WeakMethod(hook)
 
+    @untraced
     def call(param: Tensor) -> None:
         alive = method()
         if alive is not None:
