@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from octavo.convert import convert
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import ops_cross_entropy  # noqa: F401 - defines its operator
+from octavo.kernels import (
+    ops_cross_entropy,  # noqa: F401 - defines its operator
+    untraced,
+)
 from octavo.recipe import O1, O2
 
 
@@ -95,3 +98,17 @@ torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(8, 64)).su
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_what_keeps_the_compiler_out_its_public_switch_does(monkeypatch, seed):
+    monkeypatch.setattr(untraced, "set_code_exec_strategy", None)
+    seen = []
+
+    @untraced.untraced
+    def double(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    x = torch.randn(3)
+    got = torch.compile(lambda x: double(x) + 1, backend="eager")(x)
+    assert torch.equal(got, 2 * x + 1) and seen == [False]

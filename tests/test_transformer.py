@@ -534,6 +534,12 @@ def test_compiled_model_gives_the_loss_and_gradients_of_the_plain_one(seed):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize(("shape", "n"), [((1, 0), 3), ((1, 4), -1), ((4,), 3)])
+def test_generation_needs_a_token_to_go_on_from(shape, n, seed):
+    with pytest.raises(ValueError, match="at least one token"):
+        Transformer(small()).generate(torch.zeros(shape, dtype=torch.int64), n)
+
+
 def test_generation(seed):
     config = small(max_seq_len=32, dtype=torch.float32)
     model = Transformer.build(config, seed=seed)
