@@ -19,9 +19,11 @@ import torch.distributed.checkpoint as dcp
 from training import assert_same_checkpoint, newest, read_checkpoint, small_config
 
 from octavo.settings import override, to_dict
-from octavo.train import checkpoint
-from octavo.train.checkpoint import CheckpointError, check_match, latest, plain_tensors, read_meta, save
+from octavo.train import checkpoint, checkpoint_folder
+from octavo.train.checkpoint import CheckpointError, plain_tensors, save
+from octavo.train.checkpoint_folder import latest, read_meta
 from octavo.train.config import TrainConfig
+from octavo.train.resume import check_match
 from octavo.train.trainer import Trainer
 
 
@@ -73,7 +75,7 @@ def test_only_plain_tensors_are_stored(tmp_path: Path) -> None:
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step, some_tensors(), {"step": step}, keep=2)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+    assert [path.name for path in checkpoint_folder.checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000005"]
 
 
@@ -130,11 +132,11 @@ def test_death_at_any_moment_leaves_a_good_one(
         patch.setattr(module, name, die)
         with contextlib.suppress(Killed):
             save(tmp_path, 2, some_tensors(), some_meta(2), keep=1)
-    found = checkpoint.checkpoints(tmp_path)
+    found = checkpoint_folder.checkpoints(tmp_path)
     assert found
     for path in found:
         assert read_checkpoint(path) and read_meta(path)
-    checkpoint.remove_leftovers(tmp_path)
+    checkpoint_folder.remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in found}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from training import assert_same_checkpoint, exact_records, newest, read_checkpoint, small_config, small_settings
 
-from octavo.train import checkpoint
+from octavo.train import checkpoint_folder
 from octavo.train.trainer import Trainer
 
 
@@ -100,7 +100,7 @@ def test_kill_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     config = small_config(tmp_path, *settings)
-    for path in checkpoint.checkpoints(Path(config.out) / "checkpoints"):
+    for path in checkpoint_folder.checkpoints(Path(config.out) / "checkpoints"):
         assert read_checkpoint(path)
     trainer = Trainer(small_config(tmp_path, f"train.steps={Trainer(config, resume=True).step + 2}"), resume=True)
     trainer.run()

@@ -6,7 +6,8 @@
 | `presets` | runs as functions |
 | `setup`, `schedule` | device, data, model, optimizer, learning rate |
 | `trainer` | the loop, signals, validation |
-| `checkpoint` | bitwise resume, atomic save |
+| `checkpoint`, `checkpoint_folder` | tensors saved and loaded bit for bit; folders that are complete or absent |
+| `resume`, `restore` | what a resumed run may change; a saved run as a model |
 | `ledger`, `metrics`, `progress` | numbers: on the device, in files, on the terminal |
 | `demo`, `plots` | BF16 beside FP8 |
 """

@@ -24,7 +24,7 @@ from octavo.formats import NumericsError
 from octavo.linear import collect_stats
 from octavo.memory import MemoryReport
 from octavo.tensor import ScaledTensor
-from octavo.train import checkpoint
+from octavo.train import checkpoint_folder
 from octavo.train.config import TrainConfig
 from octavo.train.ledger import StepLedger
 from octavo.train.metrics import (
@@ -146,7 +146,7 @@ class Reports:
         self._log.flush()
         for numbers in steps:
             if numbers.in_a_row >= self.config.optim.max_skipped:
-                saved = checkpoint.latest(self.folder / checkpoint.FOLDER)
+                saved = checkpoint_folder.latest(self.folder / checkpoint_folder.FOLDER)
                 raise NumericsError(
                     f"steps {numbers.step - numbers.in_a_row + 1} to {numbers.step} all had a non-finite gradient (last loss "
                     f"{numbers.loss:g}) and were skipped, so the weights have not changed since: look at the data of these steps "
