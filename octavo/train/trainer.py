@@ -105,18 +105,10 @@ class Trainer:
         self.data.check_length(config.train.steps * config.train.micro_batches)
         self._settings = to_dict(config)
         self._settings["data"]["fingerprint"] = self.data.fingerprint
-        meta: dict[str, Any] = {}
-        if found is not None:
-            meta = checkpoint_folder.read_meta(found)
-            check_match(found, meta["config"], self._settings)
-            if meta["step"] > config.train.steps:
-                raise ValueError(
-                    f"{found} is past train.steps = {config.train.steps}: set it to {meta['step']} or more"
-                )
+        meta = {} if found is None else self._meta_to_resume(found)
         torch.manual_seed(config.seed)
-        resumed = found is not None
-        rule = checkpoint_folder.layers_left(meta) if resumed else config.break_even
-        self.model = build_model(config, self.data.vocab_size, self.device, self._source, resumed, rule)
+        rule = config.break_even if found is None else checkpoint_folder.layers_left(meta)
+        self.model = build_model(config, self.data.vocab_size, self.device, self._source, found is not None, rule)
         self._left = left_for_speed(self.model)
         self.optimizer = build_optimizer(config, self.model)
         if config.optim.release != "none" and self.place.world > 1:
@@ -159,6 +151,14 @@ class Trainer:
             "peak": peak and vars(peak),
         }
         self._val_loss: float | None = None
+
+    def _meta_to_resume(self, found: Path) -> dict[str, Any]:
+        """The JSON of the checkpoint `found`. Raises `ValueError` if this run cannot go on from there."""
+        meta, steps = checkpoint_folder.read_meta(found), self.config.train.steps
+        check_match(found, meta["config"], self._settings)
+        if meta["step"] > steps:
+            raise ValueError(f"{found} is past train.steps = {steps}: set it to {meta['step']} or more")
+        return meta
 
     def run(self) -> RunResult:
         """Train to the last step, or to the end of the current one when SIGTERM or SIGINT arrives; then save.
