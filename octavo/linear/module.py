@@ -104,7 +104,7 @@ class FP8Linear(nn.Linear):
             if not is_watched(weight):
                 self.watch_gradient()
         elif training and backward and x.numel():
-            for _, scaling in self.scalings():
+            for _, scaling in self.scalings():  # a compiled backward can write maxima, and cannot note that it has
                 scaling.expect_record()
         flat, device = x if len(shape) == 2 else x.reshape(-1, k), x.device.type
         gemms = Gemms(
