@@ -12,7 +12,7 @@ from training import small_config, small_settings
 
 from octavo import cli
 from octavo.formats import NumericsError
-from octavo.train import checkpoint, demo
+from octavo.train import checkpoint, checkpoint_folder, demo
 from octavo.train.presets import PRESETS
 from octavo.train.trainer import Trainer
 
@@ -90,7 +90,7 @@ def test_unusable_text_exits_2(
 def test_checkpoint_of_another_run_exits_2_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, "train.steps=2") == 0
     capsys.readouterr()
-    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    found = checkpoint_folder.latest(tmp_path / "run" / "checkpoints")
     assert found is not None
     before = {path.name: path.read_bytes() for path in found.iterdir()}
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()

@@ -14,7 +14,7 @@ from octavo.convert import BreakEven
 from octavo.linear import FP8Linear
 from octavo.plan import setup_of
 from octavo.settings import override
-from octavo.train import checkpoint
+from octavo.train import checkpoint_folder
 from octavo.train.presets import get_preset
 from octavo.train.restore import SavedRun
 from octavo.train.trainer import Trainer
@@ -53,7 +53,7 @@ def test_a_run_and_what_comes_of_it(recipe, settings, tmp_path, capsys, seed):
     result = trainer.run()
     assert converted(trainer.model) == FEED_FORWARD and result.val_loss is not None
     assert "32 → 32, 32 → 96" in capsys.readouterr().out.replace("\n", " ")
-    assert checkpoint.read_meta(newest(config))["left"] == [[32, 32], [32, 96]]
+    assert checkpoint_folder.read_meta(newest(config))["left"] == [[32, 32], [32, 96]]
 
     # The table is gone, as on another machine, and the decision stays.
     elsewhere = override(config, [f"out={tmp_path}/half", "model.break_even=auto"])
@@ -89,7 +89,7 @@ def test_a_fused_block_is_taken_or_left_as_a_whole(wide, expected, settings, tmp
     trainer = Trainer(small_config(tmp_path, *settings, "model.fused=true"))
     assert converted(trainer.model) == expected
     planned = dataclasses.replace(setup_of(override(trainer.config, ["model.vocab_size=257"]), "cpu"), device="cpu")
-    assert {*checkpoint.layers_left({"left": trainer._left}).shapes} == planned.left
+    assert {*checkpoint_folder.layers_left({"left": trainer._left}).shapes} == planned.left
 
 
 BLOCK_TABLE = """capability,device,mode,tokens,inputs,outputs,bf16_us,fp8_us,what
@@ -120,7 +120,7 @@ def test_a_measured_block_decides_for_fused_ones(eager, compiled, others, expect
     assert converted(trainer.model) == (ATTENTION | FEED_FORWARD if expected else set())
     planned = setup_of(override(trainer.config, ["model.vocab_size=257"]), "cpu")
     head = 32, planned.model.padded_vocab_size
-    assert {*checkpoint.layers_left({"left": trainer._left}).shapes} == planned.left | {head}
+    assert {*checkpoint_folder.layers_left({"left": trainer._left}).shapes} == planned.left | {head}
     assert not planned.fp8_head
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import resource
@@ -18,10 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from training import assert_same_checkpoint, newest, read_checkpoint, small_config
 
-from octavo.settings import override, to_dict
-from octavo.train import checkpoint
-from octavo.train.checkpoint import CheckpointError, check_match, latest, plain_tensors, read_meta, save
-from octavo.train.config import TrainConfig
+from octavo.train import checkpoint, checkpoint_folder
+from octavo.train.checkpoint import CheckpointError, plain_tensors, save
+from octavo.train.checkpoint_folder import latest, read_meta
 from octavo.train.trainer import Trainer
 
 
@@ -73,7 +71,7 @@ def test_only_plain_tensors_are_stored(tmp_path: Path) -> None:
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step, some_tensors(), {"step": step}, keep=2)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+    assert [path.name for path in checkpoint_folder.checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000005"]
 
 
@@ -130,11 +128,11 @@ def test_death_at_any_moment_leaves_a_good_one(
         patch.setattr(module, name, die)
         with contextlib.suppress(Killed):
             save(tmp_path, 2, some_tensors(), some_meta(2), keep=1)
-    found = checkpoint.checkpoints(tmp_path)
+    found = checkpoint_folder.checkpoints(tmp_path)
     assert found
     for path in found:
         assert read_checkpoint(path) and read_meta(path)
-    checkpoint.remove_leftovers(tmp_path)
+    checkpoint_folder.remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in found}
 
 
@@ -209,35 +207,6 @@ def test_damage_to_any_file_is_named(tmp_path: Path, name: str, content: bytes |
         ValueError, match="step-00000002 is damaged: remove it, and --resume takes the checkpoint before"
     ):
         Trainer(small_config(tmp_path, "train.steps=4"), resume=True)
-
-
-def test_mismatch_names_both_values() -> None:
-    saved = {"recipe": {"name": "O2", "exp_avg": "E4M3"}, "model": {"dim": 64}, "seed": 0, "optim": {"lr": 1.0}}
-    check_match(Path("p"), saved, {**saved, "optim": {"lr": 2.0}})
-    with pytest.raises(ValueError, match="recipe.exp_avg = E4M3.*recipe.exp_avg = FP32"):
-        check_match(Path("p"), saved, {**saved, "recipe": {"name": "O1", "exp_avg": "FP32"}})
-    with pytest.raises(ValueError, match="model.dim = 64.*model.dim = 32"):
-        check_match(Path("p"), saved, {**saved, "model": {"dim": 32}})
-    with pytest.raises(ValueError, match="seed = 0.*seed = 1"):
-        check_match(Path("p"), saved, {**saved, "seed": 1})
-
-
-def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_its_default() -> None:
-    wanted = to_dict(override(TrainConfig(), ["recipe=paper"]))
-    saved = copy.deepcopy(wanted)
-    del saved["recipe"]["moments_of"], saved["data"]["documents"]
-    with pytest.raises(ValueError, match=r"recipe.moments_of = converted.*recipe.moments_of = matrices"):
-        check_match(Path("p"), saved, wanted)
-    check_match(Path("p"), saved, {**wanted, "recipe": {**wanted["recipe"], "moments_of": "converted"}})
-
-
-def test_another_text_is_named(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "train.steps=2")
-    Trainer(config).run()
-    with open(config.data.path, "a") as text:
-        text.write('"one more document"\n')
-    with pytest.raises(ValueError, match=f"text .data.path = {config.data.path}.*not the one that the run was started"):
-        Trainer(config, resume=True)
 
 
 def test_size_does_not_grow_with_steps(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 from training import assert_same_checkpoint, exact_records, newest, read_checkpoint, small_config, small_settings
 
-from octavo.train import checkpoint
+from octavo.settings import override, to_dict
+from octavo.train import checkpoint_folder
+from octavo.train.config import TrainConfig
+from octavo.train.resume import check_match
 from octavo.train.trainer import Trainer
 
 
@@ -100,7 +104,7 @@ def test_kill_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     config = small_config(tmp_path, *settings)
-    for path in checkpoint.checkpoints(Path(config.out) / "checkpoints"):
+    for path in checkpoint_folder.checkpoints(Path(config.out) / "checkpoints"):
         assert read_checkpoint(path)
     trainer = Trainer(small_config(tmp_path, f"train.steps={Trainer(config, resume=True).step + 2}"), resume=True)
     trainer.run()
@@ -116,3 +120,35 @@ def wait_for_records(path: Path, process: subprocess.Popen, count: int = 12) -> 
         assert process.poll() is None, "the run ended before it was stopped"
         assert time.monotonic() < deadline, "the run does not begin"
         time.sleep(0.05)
+
+
+# --- what a resumed run may change
+
+
+def test_mismatch_names_both_values() -> None:
+    saved = {"recipe": {"name": "O2", "exp_avg": "E4M3"}, "model": {"dim": 64}, "seed": 0, "optim": {"lr": 1.0}}
+    check_match(Path("p"), saved, {**saved, "optim": {"lr": 2.0}})
+    with pytest.raises(ValueError, match="recipe.exp_avg = E4M3.*recipe.exp_avg = FP32"):
+        check_match(Path("p"), saved, {**saved, "recipe": {"name": "O1", "exp_avg": "FP32"}})
+    with pytest.raises(ValueError, match="model.dim = 64.*model.dim = 32"):
+        check_match(Path("p"), saved, {**saved, "model": {"dim": 32}})
+    with pytest.raises(ValueError, match="seed = 0.*seed = 1"):
+        check_match(Path("p"), saved, {**saved, "seed": 1})
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_its_default() -> None:
+    wanted = to_dict(override(TrainConfig(), ["recipe=paper"]))
+    saved = copy.deepcopy(wanted)
+    del saved["recipe"]["moments_of"], saved["data"]["documents"]
+    with pytest.raises(ValueError, match=r"recipe.moments_of = converted.*recipe.moments_of = matrices"):
+        check_match(Path("p"), saved, wanted)
+    check_match(Path("p"), saved, {**wanted, "recipe": {**wanted["recipe"], "moments_of": "converted"}})
+
+
+def test_another_text_is_named(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "train.steps=2")
+    Trainer(config).run()
+    with open(config.data.path, "a") as text:
+        text.write('"one more document"\n')
+    with pytest.raises(ValueError, match=f"text .data.path = {config.data.path}.*not the one that the run was started"):
+        Trainer(config, resume=True)

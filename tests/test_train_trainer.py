@@ -15,7 +15,7 @@ from training import assert_same_checkpoint, exact_records, newest, read_checkpo
 
 from octavo.formats import NumericsError
 from octavo.settings import to_dict
-from octavo.train import checkpoint
+from octavo.train import checkpoint, checkpoint_folder
 from octavo.train.metrics import read_metrics
 from octavo.train.trainer import Trainer
 
@@ -48,7 +48,7 @@ def test_a_nan_skips_the_step_and_is_counted(tmp_path: Path, recipe: str) -> Non
     losses = [record for record in read_metrics(trainer.folder / "metrics.jsonl") if "loss" in record]
     assert [record["skipped"] for record in losses] == [0, 0, 1, 1, 2, 2]
     assert [record["loss"] is None for record in losses] == [False, False, True, False, True, False]
-    saved = [read_checkpoint(path) for path in checkpoint.checkpoints(trainer.folder / "checkpoints")]
+    saved = [read_checkpoint(path) for path in checkpoint_folder.checkpoints(trainer.folder / "checkpoints")]
     assert all(torch.equal(saved[1][name], saved[2][name]) for name in saved[1])  # step 3 changed nothing
     assert any(not torch.equal(saved[2][name], saved[3][name]) for name in saved[2])
 
@@ -88,7 +88,7 @@ def test_training_goes_on_when_a_checkpoint_does_not_fit(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=0 if trainer.step == 4 else 10**12))
     assert trainer.run().step == 6
     assert "checkpoint of step 4 could not be written" in capsys.readouterr().out
-    assert [path.name for path in checkpoint.checkpoints(trainer.folder / "checkpoints")] == [
+    assert [path.name for path in checkpoint_folder.checkpoints(trainer.folder / "checkpoints")] == [
         "step-00000002",
         "step-00000006",
     ]
@@ -122,7 +122,7 @@ def test_records_and_run_file_are_complete(tmp_path: Path) -> None:
         "data": {**to_dict(config)["data"], "fingerprint": None},
     }
     assert info["versions"]["torch"] == torch.__version__
-    assert checkpoint.read_meta(newest(config))["config"] == info["config"]
+    assert checkpoint_folder.read_meta(newest(config))["config"] == info["config"]
     assert result.memory is not None and result.memory.converted > 0
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from octavo.settings import override
-from octavo.train.checkpoint import latest
+from octavo.train.checkpoint_folder import latest
 from octavo.train.config import TrainConfig
 from octavo.train.metrics import read_metrics
 from octavo.train.presets import tiny

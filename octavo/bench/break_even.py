@@ -23,6 +23,7 @@ from octavo.bench.run import Run
 from octavo.convert.break_even import BLOCK, EAGER, GRAPH, LAYER, Measurement, Table, capability_of
 
 REPEATS = 7
+# The grid of layers, by type of device: inputs are SIDES, outputs as many or four times as many.
 MODES = {"cuda": (EAGER, GRAPH), "cpu": (EAGER,)}
 TOKENS = {"cuda": (1024, 4096, 16_384, 65_536), "cpu": (64, 256)}
 SIDES = {"cuda": (512, 768, 1024, 1536, 2048, 3072, 4096), "cpu": (64, 128)}
@@ -43,7 +44,7 @@ class Case:
 
 
 def run_break_even(run: Run, path: Path) -> list[Row]:
-    """Measure, say, and write the table to `path`, which is whole after each shape. Returns a row for each time.
+    """Measure, print, and write the table to `path`, which is whole after each shape. Returns a row for each time.
 
     A shape that does not fit into memory, or whose result is wrong, is not in the table. Raises `ValueError`, before anything is
     measured, if `path` has no folder, the recipe no FP8, or `run.only` wants neither layers nor blocks.
@@ -56,32 +57,50 @@ def run_break_even(run: Run, path: Path) -> list[Row]:
         raise ValueError(f"--only={','.join(run.only)}: --break-even measures {LAYER} and {BLOCK}")
     rows: list[Row] = []
     measured: list[Measurement] = []
-    facts = capability_of(run.device), run.record.conditions["device"]
     for case in _cases(run):
-        cells = []
-        for mode in case.modes:
-            try:
-                bf16, fp8 = case.time(mode)
-            except torch.OutOfMemoryError:
-                run.record.say(f"{_title(case)}, {mode}: out of memory")
-                continue
-            rows += [bf16, fp8]
-            if bf16.wrong or fp8.wrong:
-                run.record.say(f"WRONG: {bf16.what}, {bf16.mode}: errors {bf16.error:.2g} and {fp8.error:.2g}")
-                continue
-            assert bf16.ms is not None and fp8.ms is not None
-            times = bf16.ms * 1e3, fp8.ms * 1e3
-            cells.append(Measurement(*facts, mode, case.tokens, case.inputs, case.outputs, *times, case.what))
-        if cells:
-            parts = [f"{c.mode} {c.bf16_us:,.0f} µs in BF16, {c.fp8_us:,.0f} in FP8: {c.speedup:.2f}×" for c in cells]
+        timed, found = _measure(run, case)
+        rows += timed
+        if found:
+            parts = [f"{m.mode} {m.bf16_us:,.0f} µs in BF16, {m.fp8_us:,.0f} in FP8: {m.speedup:.2f}×" for m in found]
             run.record.say(f"{_title(case)}  {'   '.join(parts)}")
-            measured += cells
+            measured += found
             write_table(path, measured, run.record.conditions, run.recipe.name)
     if measured:
         run.record.say(f"\nFP8 is faster, forward and backward, in ({path}):")
         for line in Table(tuple(measured)).describe():
             run.record.say(f"  {line}")
     return rows
+
+
+def _measure(run: Run, case: Case) -> tuple[list[Row], list[Measurement]]:
+    """(rows of what was timed, a measurement for each mode that fits into memory and gives the right result)."""
+    rows: list[Row] = []
+    found = []
+    for mode in case.modes:
+        try:
+            bf16, fp8 = case.time(mode)
+        except torch.OutOfMemoryError:
+            run.record.say(f"{_title(case)}, {mode}: out of memory")
+            continue
+        rows += [bf16, fp8]
+        if bf16.wrong or fp8.wrong:
+            run.record.say(f"WRONG: {bf16.what}, {bf16.mode}: errors {bf16.error:.2g} and {fp8.error:.2g}")
+            continue
+        assert bf16.ms is not None and fp8.ms is not None
+        found.append(
+            Measurement(
+                capability_of(run.device),
+                run.record.conditions["device"],
+                mode,
+                case.tokens,
+                case.inputs,
+                case.outputs,
+                bf16_us=bf16.ms * 1e3,
+                fp8_us=fp8.ms * 1e3,
+                what=case.what,
+            )
+        )
+    return rows, found
 
 
 def _title(case: Case) -> str:
@@ -114,7 +133,7 @@ def _shapes(kind: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _pair(run: Run, tokens: int, inputs: int, outputs: int, mode: str) -> tuple[Row, Row]:
-    """BF16 and FP8, timed right after each other."""
+    """The rows of a BF16 and an FP8 layer, timed right after each other."""
     found = []
     build = variants(run, inputs, outputs)
     for variant in (BASELINE, f"octavo {run.recipe.name}"):
@@ -124,7 +143,7 @@ def _pair(run: Run, tokens: int, inputs: int, outputs: int, mode: str) -> tuple[
 
 
 def write_table(path: Path, measured: list[Measurement], conditions: dict[str, str], recipe: str) -> None:
-    """The columns of `Measurement`, and the conditions."""
+    """A CSV file with the fields of `Measurement` as its columns, then the conditions: what `read_tables` reads."""
     facts = {"recipe": recipe, "repeats": str(REPEATS), **conditions}
     names = [one.name for one in dataclasses.fields(Measurement)]
     extra = [name for name in facts if name not in names]

@@ -59,7 +59,7 @@ class BlockPair:
         return self.config.ffn_width * (1 if self.dialect == "gpt" else 2)
 
     def _build(self, variant: str, mode: str) -> nn.Module:
-        """Matrices with entries of variance 1 / inputs, so that the branches are no smaller than the residual stream."""
+        """A block with random matrices, of variance 1 / inputs, so that the branches are no smaller than the residual stream."""
         (block,) = Transformer(dataclasses.replace(self.config, fused=variant == self.fp8)).blocks
         block.to(self.run.device, torch.bfloat16)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Where FP8 begins to save time: measured, never guessed.
 
-A FP8 layer saves time in its three GEMMs and spends some on casts and launches. Which of them is more depends on the GPU, the shape of
+An FP8 layer saves time in its three GEMMs and spends some on casts and launches. Which of them is more depends on the GPU, the shape of
 the layer, the tokens that it sees at once, and on whether launches are hidden by a CUDA graph or `torch.compile`. The kernels of a fused
 block save more than those of its layers alone, so whole blocks are measured too. `octavo bench --break-even` times forward and
 backward, casts included, over grids of shapes; `break_even.csv`, beside this file, holds what was measured so far, by compute
@@ -35,7 +35,7 @@ EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
 Grid = dict[float, dict[float, dict[float, float]]]
 """Log speedup by the logs of aspect, side and tokens."""
 Rule = Callable[[int, int, torch.device], str | None]
-"""(inputs, outputs, device) → why a layer of that shape should stay as it is, or None."""
+"""(inputs, outputs, device that holds the weight) → why a layer of that shape should stay as it is, or None."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,10 @@ class BreakEven:
         return self._judge(inputs, outputs, capability)[0]
 
     def _judge(self, inputs: int, outputs: int, capability: str) -> tuple[float | None, str]:
-        """The speedup, and of what.
+        """(the speedup, words for what was measured); (None, "") where nothing was.
 
-        Where no block was measured, it is estimated from its layers, whose BF16 takes time in proportion to their arithmetic.
+        Where no block was measured, its speedup is estimated from its layers, as if their time in BF16 were in proportion to their
+        arithmetic.
         """
         table = find_table(capability, None if self.table is None else Path(self.table))
         if table is None:

@@ -113,7 +113,7 @@ def left_for_speed(model: nn.Module) -> list[tuple[int, int]]:
 def export(model: nn.Module) -> nn.Module:
     """Turn the model back, in place: plain classes, plain parameters with the real values, plain gradients. Returns it.
 
-    A weight gets the dtype that it had; to keep the 11 mantissa bits of a FP16 master in a BF16 model, take
+    A weight gets the dtype that it had; to keep the 11 mantissa bits of an FP16 master in a BF16 model, take
     `state_dict()`, which is FP32. Raises `ValueError`, before anything changes, if a weight is in use (see `convert`) or has a
     parametrization.
     """

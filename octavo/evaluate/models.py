@@ -27,7 +27,7 @@ from octavo.evaluate.scoring import BATCH_TOKENS, Scorer
 from octavo.hf import CausalLM, load_decoder, load_transformers
 from octavo.models import Transformer
 from octavo.recipe import Recipe, get_recipe
-from octavo.train import checkpoint
+from octavo.train import checkpoint_folder
 from octavo.train.restore import SavedRun
 from octavo.train.setup import choose_device
 from octavo.train.source import DTYPES
@@ -74,13 +74,13 @@ def find_model(path: str | Path) -> Source:
             f"{folder} {what}: a model is a folder, of a run of octavo train or with config.json and safetensors"
         )
     name = folder.resolve().name or "model"
-    if (folder / checkpoint.META).is_file() or checkpoint.latest(folder / "checkpoints") is not None:
+    if (folder / checkpoint_folder.META).is_file() or checkpoint_folder.latest(folder / "checkpoints") is not None:
         return Source(SavedRun.open(folder).checkpoint, "octavo", name)
     if (folder / "config.json").is_file():
         return Source(folder, "Hugging Face", name)
     found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
     raise ValueError(
-        f"{folder} holds no model: found {found}; wanted checkpoints/ of octavo train, {checkpoint.META} of one checkpoint, "
+        f"{folder} holds no model: found {found}; wanted checkpoints/ of octavo train, {checkpoint_folder.META} of one checkpoint, "
         "or config.json and safetensors of Hugging Face"
     )
 

@@ -20,7 +20,7 @@ from octavo.kernels.untraced import untraced
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], OpOverload]:
     """A decorator: the function as the operator of `schema`, `name(arguments) -> results`; `fake` knows the shapes of results only.
 
-    An operator of this name stays as it is: where octavo is imported a second time, both copies call that of the first.
+    An operator that has this name already stays as it is: where octavo is imported a second time, both copies call that of the first.
     """
     name = schema.partition("(")[0]
 
@@ -30,7 +30,8 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
-            with torch.no_grad():  # an exported program, say, whose parameters are trainable
+            # Called outside of an `autograd.Function`, as by an exported program, whose parameters are trainable.
+            with torch.no_grad():
                 return function(*args, **kwargs)
 
         if not hasattr(torch.ops.octavo, name):

@@ -2,7 +2,8 @@
 
 A compiled region must not look into a kernel: its code would be traced, fused and rounded differently (the compiler's division on
 a GPU, for one, is not IEEE's), so the bits would change.
-Each operator is functional (no argument is changed, no result aliases one) and has a fake implementation that knows shapes only.
+Each operator but `accumulate` and `rotary_`, which work in place, is functional (no argument is changed, no result aliases one) and has a
+fake implementation, the function `_name` above it, that knows shapes only.
 Results that are not wanted are empty tensors, because a schema has no optional results.
 In eager mode nobody calls these: the dispatcher of PyTorch costs more than a launch (see `octavo.kernels`).
 """
@@ -30,6 +31,12 @@ def or_empty(x: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
 def padded(size: int) -> int:
     """`size` rounded up to what the tensor cores take."""
     return (size + ALIGN - 1) // ALIGN * ALIGN
+
+
+def fake_operands(x, rows, columns, dtype, row, col):
+    """For a fake: the codes of a matrix [rows, columns] and of its transpose, padded, or empty where not wanted."""
+    m, k = padded(rows), padded(columns)
+    return x.new_empty((m, k) if row else 0, dtype=dtype), x.new_empty((k, m) if col else 0, dtype=dtype)
 
 
 def _amax(x, block):
@@ -78,10 +85,8 @@ def uncast(codes, scale, dtype, block):
 
 
 def _cast_transpose(x, scale, dtype, row, col, count, amax):
-    m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
-        x.new_empty((m, k) if row else 0, dtype=dtype),
-        x.new_empty((k, m) if col else 0, dtype=dtype),
+        *fake_operands(x, *x.shape, dtype, row, col),
         new_stats(x, count),
         x.new_empty(() if amax else 0, dtype=torch.float32),
     )

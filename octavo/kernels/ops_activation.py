@@ -10,13 +10,8 @@ import torch
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
 from octavo.kernels.operator import operator
-from octavo.kernels.ops import new_stats, or_empty, padded
+from octavo.kernels.ops import fake_operands, new_stats, or_empty
 from octavo.kernels.reference.activation import GATED
-
-
-def _fake_operands(like, columns, dtype, row, col):
-    m, k = padded(like.shape[0]), padded(columns)
-    return like.new_empty((m, k) if row else 0, dtype=dtype), like.new_empty((k, m) if col else 0, dtype=dtype)
 
 
 def _activation_amax(h, kind):
@@ -31,7 +26,7 @@ def activation_amax(h, kind):
 def _activation_cast(h, kind, scale, dtype, row, col, amax, count):
     columns = h.shape[1] // 2 if GATED[kind] else h.shape[1]
     maximum = h.new_empty(() if amax else 0, dtype=torch.float32)
-    return *_fake_operands(h, columns, dtype, row, col), maximum, new_stats(h, count)
+    return *fake_operands(h, h.shape[0], columns, dtype, row, col), maximum, new_stats(h, count)
 
 
 @operator(
@@ -58,7 +53,7 @@ def activation_backward_amax(da, h, kind):
 
 def _activation_backward_cast(da, h, kind, scale, dtype, row, col, bias_sum, amax, count):
     return (
-        *_fake_operands(h, h.shape[1], dtype, row, col),
+        *fake_operands(h, *h.shape, dtype, row, col),
         h.new_empty(() if amax else 0, dtype=torch.float32),
         h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32),
         new_stats(h, count),
@@ -89,7 +84,7 @@ def _activation_quantize(h, kind, dtype, da, row, col, bias_sum, power_of_two, h
     columns = h.shape[1] // 2 if GATED[kind] and da is None else h.shape[1]
     scales = (h.new_empty((), dtype=torch.float32) for _ in range(3))
     column_sum = h.new_empty(h.shape[1] if bias_sum else 0, dtype=torch.float32)
-    return *_fake_operands(h, columns, dtype, row, col), *scales, column_sum
+    return *fake_operands(h, h.shape[0], columns, dtype, row, col), *scales, column_sum
 
 
 @operator(

@@ -6,7 +6,7 @@ import torch
 
 from octavo.kernels.dispatch import backend
 from octavo.kernels.operator import operator
-from octavo.kernels.ops import new_stats, or_empty, padded
+from octavo.kernels.ops import fake_operands, new_stats, or_empty
 
 
 def _norm_stats(x, weight, bias, eps, centered):
@@ -39,10 +39,8 @@ def add_norm_stats(x, addend, weight, bias, eps, centered):
 
 
 def _norm_cast(x, weight, bias, mean, rstd, scale, dtype, row, col, amax, count):
-    m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
-        x.new_empty((m, k) if row else 0, dtype=dtype),
-        x.new_empty((k, m) if col else 0, dtype=dtype),
+        *fake_operands(x, *x.shape, dtype, row, col),
         new_stats(x, count),
         x.new_empty(() if amax else 0, dtype=torch.float32),
     )

@@ -12,14 +12,12 @@ from octavo.formats import Format
 from octavo.kernels.dispatch import backend
 from octavo.kernels.maxima import kept_amax, remember_amax
 from octavo.kernels.operator import operator
-from octavo.kernels.ops import new_stats, or_empty, padded
+from octavo.kernels.ops import fake_operands, new_stats, or_empty
 
 
 def _quantize(x, dtype, power_of_two, row, col, column_sum, amax, keep_amax, unit, count, hint=None, shift=None):
-    m, k = padded(x.shape[0]), padded(x.shape[1])
     return (
-        x.new_empty((m, k) if row else 0, dtype=dtype),
-        x.new_empty((k, m) if col else 0, dtype=dtype),
+        *fake_operands(x, *x.shape, dtype, row, col),
         x.new_empty((), dtype=torch.float32),
         x.new_empty((), dtype=torch.float32),
         x.new_empty(x.shape[1] if column_sum else 0, dtype=torch.float32),

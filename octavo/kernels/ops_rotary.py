@@ -7,7 +7,7 @@ import torch
 from octavo.formats import Format
 from octavo.kernels.dispatch import backend
 from octavo.kernels.operator import operator
-from octavo.kernels.ops import or_empty, padded
+from octavo.kernels.ops import fake_operands, or_empty
 
 
 def _rotary(qkv, cos, sin, heads, backward):
@@ -42,10 +42,8 @@ def rotary_backward(dq, dk, dv, cos, sin):
 def _rotary_backward_quantize(dq, dk, dv, cos, sin, dtype, power_of_two, row, col, column_sum, hint):
     batch, tokens, heads, channels = dq.shape
     columns = (heads + 2 * dk.shape[2]) * channels
-    m, k = padded(batch * tokens), padded(columns)
     return (
-        dq.new_empty((m, k) if row else 0, dtype=dtype),
-        dq.new_empty((k, m) if col else 0, dtype=dtype),
+        *fake_operands(dq, batch * tokens, columns, dtype, row, col),
         dq.new_empty((), dtype=torch.float32),
         dq.new_empty((), dtype=torch.float32),
         dq.new_empty(columns if column_sum else 0, dtype=torch.float32),

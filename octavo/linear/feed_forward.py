@@ -13,7 +13,16 @@ from octavo import kernels
 from octavo.formats import Format
 from octavo.linear.gemm import Gemms, cast_grad_output, check_version, dgrad, differentiable_once, weight_version
 from octavo.linear.operand import Operand, release_operand
-from octavo.linear.regions import Past, as_rows, as_shaped, cast_norm, product, to_dtype, weight_gradient
+from octavo.linear.regions import (
+    NormSettings,
+    Past,
+    as_rows,
+    as_shaped,
+    cast_norm,
+    product,
+    to_dtype,
+    weight_gradient,
+)
 
 
 def _cast_activation(
@@ -61,15 +70,15 @@ class FeedForward(torch.autograd.Function):
         b2: Tensor | None,
         addend: Tensor,
         token: Tensor,
-        how: tuple[float, bool],
+        settings: NormSettings,
         kind: str,
         gemms: tuple[Gemms, Gemms],
         past: tuple[Past, Past],
         recompute: bool,
     ) -> Tensor:
         needs, shape, (up, out) = [past[0].record and need for need in ctx.needs_input_grad], x.shape, gemms
-        n, x, mean, rstd = cast_norm(as_rows(x), addend, norm_weight, norm_bias, up.recipe, how, needs[3], past[0])
-        m = x.shape[0]
+        n, s, mean, rstd = cast_norm(as_rows(x), addend, norm_weight, norm_bias, up.recipe, settings, needs[3], past[0])
+        m = s.shape[0]
         h = product(n, w1, b1, up, m, any(needs))
         fmt = out.recipe.input
         assert fmt is not None
@@ -81,25 +90,25 @@ class FeedForward(torch.autograd.Function):
         ctx.gemms, ctx.weights = gemms, (w1, w2)
         ctx.versions = [weight_version(w) for w in (w1, w2)]
         ctx.kind, ctx.shape = kind, shape
-        ctx.save_for_backward(x, norm_weight, mean, rstd, n.codes_t, n.inverse, h, a.codes_t, a.inverse, scale)
+        ctx.save_for_backward(s, norm_weight, mean, rstd, n.codes_t, n.inverse, h, a.codes_t, a.inverse, scale)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, b1, b2)]
         y = product(a, w2, b2, out, m, any(needs))
         if is_compiling():  # (torch 2.11 compiles a function that returns what it changed in place with zero gradients)
-            return (y + x).view(shape)
-        y.add_(x)
+            return (y + s).view(shape)
+        y.add_(s)
         return y if shape == y.shape else y.resize_(shape)  # (a view made here could not be written to outside)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, mean, rstd, n_codes_t, n_inverse, h, a_codes_t, a_inverse, a_scale = ctx.saved_tensors
+        s, norm_weight, mean, rstd, n_codes_t, n_inverse, h, a_codes_t, a_inverse, a_scale = ctx.saved_tensors
         (w1, w2), (up, out), needs, kind = ctx.weights, ctx.gemms, ctx.needs_input_grad, ctx.kind
         for weight, version in zip(ctx.weights, ctx.versions, strict=True):
             check_version(weight, version)
         recipe, dy = out.recipe, as_rows(dy)
         norm_dtype, b1_dtype, b2_dtype = ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[2] if needs[6] else None
         operand, db2 = cast_grad_output(dy, out, True, needs[5], b2_dtype)
-        da = dgrad(operand, w2, out, (x.shape[0], w2.shape[1]), x.dtype)
+        da = dgrad(operand, w2, out, (s.shape[0], w2.shape[1]), s.dtype)
         dw2 = None
         if needs[5]:
             if a_codes_t is None:
@@ -111,10 +120,10 @@ class FeedForward(torch.autograd.Function):
 
         past, hint = Past(up.scaling, True), up.hints.grad_output
         operand, _, db1 = _cast_activation(h, kind, da, fmt, up.recipe.power_of_two, past, hint, needs[3], needs[4])
-        dn = dgrad(operand, w1, up, x.shape, x.dtype)
+        dn = dgrad(operand, w1, up, s.shape, s.dtype)
         dw1 = weight_gradient(operand, n_codes_t, n_inverse, w1, up) if needs[3] else None
         release_operand(w1, needs[3])
-        dx, dgain, dshift, largest = kernels.norm_backward(dn, x, norm_weight, mean, rstd, dy)
+        ds, dgain, dshift, largest = kernels.norm_backward(dn, s, norm_weight, mean, rstd, dy)
         dgain, dshift = dgain.to(norm_weight.dtype), to_dtype(dshift, norm_dtype)
-        gradients = (as_shaped(dx, ctx.shape, largest), dgain, dshift, dw1, to_dtype(db1, b1_dtype), dw2, db2)
-        return *gradients, dx, largest, None, None, None, None, None
+        gradients = (as_shaped(ds, ctx.shape, largest), dgain, dshift, dw1, to_dtype(db1, b1_dtype), dw2, db2)
+        return *gradients, ds, largest, None, None, None, None, None

@@ -6,17 +6,17 @@
 
 On their own, norms and activations write BF16 that a cast reads twice, for its maximum and for its codes. Here their kernels write
 the codes (`octavo.kernels.norm`, `octavo.kernels.activation`), so that the norm of x, act(h) and the gradient of h exist in FP8 only. In
-bytes an element of the GEMM's operand, read and written beside the codes: norm 8 → 4, GELU 8 → 4, its gradient 12 → 8, and of
-the last two half where a hint of the scale is right; the sum of the columns of an output gradient, for a bias, costs nothing
+bytes an element of the GEMM's operand, read and written beside the codes: norm 8 → 4, GELU 8 → 4, its gradient 12 → 8; the last two
+are halved again where a hint of the scale is right. The sum of the columns of an output gradient, for a bias, costs nothing
 (`kernels.quantize`).
 
 Sums and copies that autograd would make of its own accord join a pass that is there. The gradient of the residual is added where that of
 the norm is made: therefore `norm_heads` returns x. The gradients of queries, keys and values, which attention returns one by one, are
 turned back into one matrix, without a concatenation (`kernels.rotary_backward`), which with current scaling exists in FP8 only as well
 (`kernels.rotary_backward_quantize`): 8 bytes an element, with the codes, become 4, or 6 where no hint is right. Whoever makes the
-gradient that the next layer casts knows its largest value. From block to block it stays on the tensor (`remember_amax`), which
-therefore goes on as it is, [..., K]; not between compiled blocks. Within one, it is the gradient of a token that goes along, and which
-`torch.compile` sees like any other.
+gradient that the next layer casts knows its largest value. From block to block, unless they are compiled, that value stays on the tensor
+(`remember_amax`), which therefore goes on as it is, [..., K]. Within a block it is the gradient of a token, a tensor without a value of its
+own that `projection` returns and `feed_forward` takes: `torch.compile` sees such a gradient like any other.
 
 Saved for backward: x, two numbers a row, the transposed codes of both operands and h in the compute dtype, as without fusion. With
 `recompute`, the codes of act(h) are made again from h: 1 byte an element for a pass of 3 bytes.
@@ -35,7 +35,7 @@ from torch.compiler import is_compiling
 from octavo.linear.feed_forward import FeedForward
 from octavo.linear.gemm import Gemms
 from octavo.linear.module import FP8Linear
-from octavo.linear.regions import Heads, NormHeads, Past, Projection
+from octavo.linear.regions import Heads, NormHeads, NormSettings, Past, Projection
 
 __all__ = ["Heads", "can_fuse", "feed_forward", "is_customised", "norm_heads", "projection"]
 
@@ -80,7 +80,7 @@ def norm_heads(
     norm takes the one returned, so that there is one gradient for x.
     """
     tensors = (x, norm.weight, _bias(norm), layer.weight, layer.bias, *(table or (None, None)))
-    return NormHeads.apply(*tensors, _centered(norm, x), _gemms(layer, x), _past(layer), heads)
+    return NormHeads.apply(*tensors, _settings(norm, x), _gemms(layer, x), _past(layer), heads)
 
 
 def projection(x: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -104,17 +104,16 @@ def feed_forward(
     """
     tensors = (x, norm.weight, _bias(norm), up.weight, up.bias, out.weight, out.bias, *addend)
     gemms, past = (_gemms(up, x), _gemms(out, x)), (_past(up), _past(out))
-    return FeedForward.apply(*tensors, _centered(norm, x), kind, gemms, past, recompute)
+    return FeedForward.apply(*tensors, _settings(norm, x), kind, gemms, past, recompute)
 
 
 def _bias(norm: Norm) -> Tensor | None:
     return norm.bias if isinstance(norm, nn.LayerNorm) else None
 
 
-def _centered(norm: Norm, x: Tensor) -> tuple[float, bool]:
-    """(eps, whether the mean is subtracted)."""
+def _settings(norm: Norm, x: Tensor) -> NormSettings:
     eps = norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
-    return eps, isinstance(norm, nn.LayerNorm)
+    return NormSettings(eps, isinstance(norm, nn.LayerNorm))
 
 
 def _gemms(layer: nn.Linear, x: Tensor) -> Gemms:

@@ -105,10 +105,10 @@ class HeadFunction(torch.autograd.Function):
             dw = torch.zeros(weight.shape, dtype=weight.dtype, device=dy.device) if needs[1] else None
             db = None if bias_dtype is None else dy.new_zeros(n, dtype=bias_dtype)
             return dx, dw, db, None, None, None
-        # No power of two: the gradients of all targets are near -1/count, which it would round alike, by up to an eighth. With this
-        # scale they are near the largest code.
         # One read of dy gives the amax for its cast and something else besides: the sums of its columns for a bias, or of its rows.
         sums, amax = kernels.row_sums(dy) if needs[0] and bias_dtype is None else (None, None)
+        # No power of two: the gradients of all targets are near -1/count, which it would round alike, by up to an eighth. With this
+        # scale they are near the largest code.
         operand, db = cast_and_sum(
             dy, ctx.fmt, power_of_two=False, row=needs[0], col=needs[1], sum_columns=bias_dtype, amax=amax
         )

@@ -104,7 +104,7 @@ class FP8Linear(nn.Linear):
             if not is_watched(weight):
                 self.watch_gradient()
         elif training and backward and x.numel():
-            for _, scaling in self.scalings():
+            for _, scaling in self.scalings():  # a compiled backward can write maxima, and cannot note that it has
                 scaling.expect_record()
         flat, device = x if len(shape) == 2 else x.reshape(-1, k), x.device.type
         gemms = Gemms(
@@ -140,7 +140,7 @@ class FP8Linear(nn.Linear):
         # Only an activation is shared: autograd made it, so nobody keeps it as a buffer and refills it behind our back.
         shared = not compiling and scaling is None and stats is None and x.grad_fn is not None
         if shared:
-            # Within a captured graph too: it makes the operand and reads it. Not from outside, nor outside: see `kernels.streams`.
+            # A captured graph shares what it casts itself; nothing comes from outside of it or goes there (see `kernels.streams`).
             tag = (x._version, streams.place(x), fmt, power_of_two)
             cached = getattr(x, "_octavo_cast", None)
             if cached is not None and cached[0] == tag and not (wgrad and cached[1].codes_t is None):

@@ -3,11 +3,12 @@
 The weight is cast once per optimizer step, not per micro-batch: its operand stays on the parameter (2 B an element) until the
 parameter changes. In a loop that does not accumulate gradients nobody would read it again, so there it goes as soon as the
 gradient is made, and weights, gradients and optimizer states are all that is resident when the optimizer steps. That of a frozen
-weight goes after its dgrad, and is cast again for the next micro-batch: a frozen base should cost its storage and no more. While
-`torch.compile` traces there is no such cache, and dgrad casts the weight again in backward. By the byte: a cast that reads 2 B and writes
-1, twice, moves 6 B an element, and one that writes both halves 4; on an H200 that is 0.1 of the 26 ms of a layer of the 7B. To keep
-the other half until then would cost 1 B an element of all layers where memory peaks, 6 GiB of the 7B's: memory is what is short.
-While a CUDA graph is captured there is none either: replays see no version, so each has to cast the weight as it finds it.
+weight goes after its dgrad, and is cast again for the next micro-batch: a frozen base should cost its storage and no more.
+
+While `torch.compile` traces there is no such cache, and dgrad casts the weight again in backward. Two casts, each of which reads 2 B and
+writes 1, move 6 B an element where one that writes both halves moves 4: on an H200, 0.1 of the 26 ms of a layer of the 7B. To keep the
+other half until backward would cost 1 B an element of all layers where memory peaks, 6 GiB of the 7B's, and memory is what is short.
+While a CUDA graph is captured there is no cache either: replays see no version, so each has to cast the weight as it finds it.
 A master that is E4M3 itself is never cast, and its transpose lives for one GEMM only.
 
 A weight is read for its largest magnitude once in its life: its codes keep it (`kernels.maxima`), and whoever changes them at a step
@@ -178,12 +179,13 @@ def weight_operand(
     place = streams.CAPTURED if is_compiling() else streams.place(values)
     if place != streams.CAPTURED and not weight.is_inference() and not values.is_inference():
         tag = (weight._version, values._version, values.data_ptr(), place, fmt, power_of_two)
-        cast_tag, cached = getattr(weight, "_octavo_cast", (None, None))
-        if cached is None or cast_tag != tag:
-            cached = None
-        elif not (row and cached.codes is None or col and cached.codes_t is None):
-            return cached
-    if cached is not None:  # the other half of what was cast before
+        found_tag, found = getattr(weight, "_octavo_cast", (None, None))
+        if found is not None and found_tag == tag:
+            has_row, has_col = found.codes is not None, found.codes_t is not None
+            if (has_row or not row) and (has_col or not col):
+                return found
+            cached = found
+    if cached is not None:  # one half of it: the other is its transpose
         operand = Operand(cached.row(), cached.col(), cached.scale, cached.inverse)
     else:
         counts = None
@@ -208,7 +210,7 @@ def weight_operand(
 
 
 def stays(x: Tensor) -> bool:
-    """Whether an operand of a weight that is made now, on the device of `x`, can be left for a later call: see above."""
+    """Whether an operand of a weight that is made now, on the device of `x`, can be left for a later call: see the top of this file."""
     return not is_compiling() and streams.place(x) != streams.CAPTURED
 
 
@@ -237,10 +239,10 @@ def release_operand(weight: Tensor, has_gradient: bool) -> None:
 
     `has_gradient`: this backward makes one for it. A weight that wants one and gets none here has another backward to come.
 
-    That is known once a gradient was found waiting: then the weight belongs to a loop that accumulates, now and in later steps.
-    A weight that never gets a gradient, frozen or computed from other parameters, is freed always.
+    A loop that accumulates is known by a gradient that waits on the weight already, and taken for one in later steps too. The operands
+    of a weight that never gets a gradient, frozen or computed from other parameters, are always freed.
     """
-    if is_compiling() or weight.requires_grad and not has_gradient:
+    if is_compiling() or (weight.requires_grad and not has_gradient):
         return
     if not (weight.requires_grad and weight.is_leaf):
         return _release(weight)

@@ -47,25 +47,34 @@ class Past(NamedTuple):
     """Whether backward may follow, which an autograd function is not told: only such a forward counts for later ones."""
 
 
+class NormSettings(NamedTuple):
+    """What a norm is, besides its parameters."""
+
+    eps: float
+    centered: bool
+    """Whether the mean is subtracted: a LayerNorm, no RMSNorm."""
+
+
 def cast_norm(
     x: Tensor,
     addend: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
-    how: tuple[float, bool],
+    settings: NormSettings,
     col: bool,
     past: Past,
 ) -> tuple[Operand, Tensor, Tensor | None, Tensor]:
     """(operand of norm(s), s, mean, rstd) of s [M, K] = x + addend."""
     fmt = recipe.input
     assert fmt is not None
+    s = x
     if addend is None:
-        mean, rstd, amax = kernels.norm_stats(x, weight, bias, how[0], centered=how[1])
+        mean, rstd, amax = kernels.norm_stats(s, weight, bias, settings.eps, centered=settings.centered)
     else:
-        x, mean, rstd, amax = kernels.add_norm_stats(x, addend, weight, bias, how[0], centered=how[1])
+        s, mean, rstd, amax = kernels.add_norm_stats(x, addend, weight, bias, settings.eps, centered=settings.centered)
 
-    norm = x, weight, bias, mean, rstd
+    norm = s, weight, bias, mean, rstd
     if past.scaling is None:
         scale, *visible = kernels.current_scale(amax, fmt.max, recipe.power_of_two)
         codes, codes_t, _ = kernels.norm_cast(*norm, scale, fmt.dtype, col=col, amax=False)
@@ -74,7 +83,7 @@ def cast_norm(
         codes, codes_t, found = kernels.norm_cast(*norm, scale, fmt.dtype, col=col)
         assert found is not None
         visible = [*past.scaling.visible_scale(scale, found, past.record)]
-    return Operand(codes, codes_t, *visible), x, mean, rstd
+    return Operand(codes, codes_t, *visible), s, mean, rstd
 
 
 class NormHeads(torch.autograd.Function):
@@ -90,14 +99,14 @@ class NormHeads(torch.autograd.Function):
         bias: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
-        how: tuple[float, bool],
+        settings: NormSettings,
         gemms: Gemms,
         past: Past,
         heads: Heads,
     ) -> tuple[Tensor, ...]:
         needs = [past.record and need for need in ctx.needs_input_grad]
         operand, rows, mean, rstd = cast_norm(
-            as_rows(x), None, norm_weight, norm_bias, gemms.recipe, how, needs[3], past
+            as_rows(x), None, norm_weight, norm_bias, gemms.recipe, settings, needs[3], past
         )
         ctx.gemms, ctx.weight, ctx.version, ctx.heads, ctx.shape = gemms, weight, weight_version(weight), heads, x.shape
         ctx.save_for_backward(rows, norm_weight, mean, rstd, operand.codes_t, operand.inverse, cos, sin)

@@ -74,7 +74,7 @@ def store_gradient(param: Tensor) -> None:
 
 
 def is_watched(param: Tensor) -> bool:
-    """Whether `watch_gradient` has nothing to do for a leaf."""
+    """Whether `store_gradient` is among the hooks of `param`."""
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     return hooks is not None and store_gradient in hooks.values()
 

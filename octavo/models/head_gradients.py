@@ -23,6 +23,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.formats import E4M3, Format
 from octavo.kernels import ALIGN
+from octavo.kernels.ops import padded
 from octavo.linear.gemm import gemm
 from octavo.linear.head import weight_codes_t
 
@@ -51,7 +52,7 @@ class FP8Gradients:
         self.x, self.vocabulary = x, len(w)
         self.dx = torch.empty_like(x) if need_x else None
         self.dw: Tensor | None = None
-        self.need_w, self.group = need_w, group_tokens(self.vocabulary, chunk)
+        self.need_w, self.group_tokens = need_w, group_tokens(self.vocabulary, chunk)
         self.inverse = torch.full((), 1 / unit_scale(fmt), dtype=torch.float32, device=x.device)
         self.weight = weight_codes_t(w, True) if need_x else None
         self.stash: Tensor | None = None
@@ -73,26 +74,22 @@ class FP8Gradients:
         return self.dx, self.dw
 
     def _keep(self, rows: slice, codes: Tensor) -> None:
-        """Transposed into the stash of the group."""
-        first = rows.start % self.group
+        """Transpose `codes` into the stash of their group; the first of a group has the group before multiplied."""
+        first = rows.start % self.group_tokens
         if first == 0:
             self._wgrad(rows.start)
-            tokens = min(self.group, len(self.x) - rows.start)
-            self.stash = torch.empty(_padded(self.vocabulary), _padded(tokens), dtype=codes.dtype, device=codes.device)
+            tokens = min(self.group_tokens, len(self.x) - rows.start)
+            self.stash = torch.empty(padded(self.vocabulary), padded(tokens), dtype=codes.dtype, device=codes.device)
         assert self.stash is not None
-        kernels.transpose_codes(codes, out=self.stash[:, first : first + _padded(len(codes))])
+        kernels.transpose_codes(codes, out=self.stash[:, first : first + padded(len(codes))])
 
     def _wgrad(self, stop: int) -> None:
         """The product of the group that ends before token `stop`, if there is one, added to dw."""
         if self.stash is None:
             return
-        x = self.x[(stop - 1) // self.group * self.group : stop]
+        x = self.x[(stop - 1) // self.group_tokens * self.group_tokens : stop]
         _, x_codes_t, _, _, x_inverse = kernels.quantize(x, E4M3, row=False, return_inverse=True)
         dw = gemm(self.stash, x_codes_t, self.inverse, x_inverse, torch.float32)
         self.stash = None
         dw = dw[: self.vocabulary, : x.shape[1]]
         self.dw = dw if self.dw is None else self.dw.add_(dw)
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN

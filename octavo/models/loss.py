@@ -81,14 +81,14 @@ def linear_cross_entropy(
     w = weight.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for rows in _chunks(len(x), len(w), chunk_elements):
-        loss += _sum(_logits(x[rows], w, classes), targets[rows], classes)
-    return loss / _count(targets)
+        loss += _sum_of_losses(_logits(x[rows], w, classes), targets[rows], classes)
+    return loss / _count_targets(targets)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of the losses of logits [n, V], 0-d FP32, where they exist already; targets and errors as of `linear_cross_entropy`."""
     _check_classes(targets, logits.shape[1])
-    return _sum(logits, targets, logits.shape[1]) / _count(targets)
+    return _sum_of_losses(logits, targets, logits.shape[1]) / _count_targets(targets)
 
 
 def chunk_tokens(vocabulary: int, chunk_elements: int = CHUNK_ELEMENTS) -> int:
@@ -115,12 +115,12 @@ def _check_classes(targets: Tensor, classes: int) -> None:
         )
 
 
-def _sum(logits: Tensor, targets: Tensor, classes: int) -> Tensor:
+def _sum_of_losses(logits: Tensor, targets: Tensor, classes: int) -> Tensor:
     places, counts = _places(targets, classes)
     return -(logits.float().log_softmax(dim=-1).gather(1, places) * counts).sum()
 
 
-def _count(targets: Tensor) -> Tensor:
+def _count_targets(targets: Tensor) -> Tensor:
     return (targets != IGNORE).sum().clamp(min=1)
 
 
@@ -134,9 +134,8 @@ def _logits(x: Tensor, weight: Tensor, classes: int) -> Tensor:
 
 def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
     size = chunk_tokens(vocabulary, chunk_elements)
-    whole = (
-        tokens // size
-    )  # which alone the compiler takes for a constant, so that it compiles once for many numbers of tokens
+    # Only the number of whole chunks is a constant for the compiler, which so compiles once for many numbers of tokens.
+    whole = tokens // size
     chunks = [slice(size * index, size * (index + 1)) for index in range(whole)]
     return chunks if tokens == size * whole else [*chunks, slice(size * whole, tokens)]
 
@@ -187,7 +186,10 @@ def _over_chunks(
     fmt: Format | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Gradients]:
-    """(sum of the losses, what all chunks gave to the gradients); weights and logits are gone on return."""
+    """(sum of the losses, gradients that have seen all chunks).
+
+    A function of its own, so that the last logits are freed on return, before `finish` needs memory.
+    """
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     chunks = _chunks(len(x), len(w), chunk_elements)
     gradients: Gradients
@@ -218,7 +220,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, weight.to(x.dtype), targets, classes, chunk_elements, chunk_loss, fmt, ctx.needs_input_grad
         )
         dx, dw = gradients.finish()
-        count = _count(targets)
+        count = _count_targets(targets)
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(dx, dw, count)
         return loss / count

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from octavo.convert import convert, export
 from octavo.linear import FP8Linear, HeadLinear, scaled_gradient
 from octavo.tensor import ScaledTensor
-from octavo.train import checkpoint
+from octavo.train import checkpoint_folder
 from octavo.train.data import Batch, Data
 from octavo.train.restore import SavedRun
 
@@ -51,7 +51,7 @@ def load_run(path: str | Path, ranks: int, device: torch.device) -> tuple[SavedR
     """
     run = SavedRun.open(path)
     data = Data(run.config.data, run.config.seed, device, run.source)
-    data.load_state_dict(checkpoint.read_meta(run.checkpoint)["stream"])
+    data.load_state_dict(checkpoint_folder.read_meta(run.checkpoint)["stream"])
     batches = []
     for rank in range(ranks):
         try:

@@ -4,10 +4,12 @@
 |---|---|
 | `config` | frozen dataclasses, typed overrides, JSON |
 | `presets` | runs as functions |
-| `setup`, `schedule` | device, data, model, optimizer, learning rate |
-| `trainer` | the loop, signals, validation |
-| `checkpoint` | bitwise resume, atomic save |
-| `ledger`, `metrics`, `progress` | numbers: on the device, in files, on the terminal |
+| `data`, `source` | batches of text; the checkpoint that a run begins from |
+| `setup`, `schedule` | device, model, optimizer, learning rate |
+| `trainer`, `signals` | the loop; what stops it |
+| `checkpoint`, `checkpoint_folder` | tensors saved and loaded bit for bit; folders that are complete or absent |
+| `resume`, `restore` | what a resumed run may change; a saved run as a model |
+| `reports`, `ledger`, `metrics`, `progress` | what a run tells: numbers on the device, in files, on the terminal |
 | `demo`, `plots` | BF16 beside FP8 |
 """
 

@@ -9,17 +9,15 @@ with the recipe, the versions, the position in the data and the counters.
 
 Rename is atomic, so a folder named `step-…` is always complete, whenever the process dies; leftovers begin with `.tmp-` and are
 removed by the next run. A full disk removes the temporary folder and raises `CheckpointError`; older checkpoints are untouched.
-Loading compares the saved config with the one asked for, and each file with its checksum, before it changes anything.
+Loading compares each file with its checksum, and each tensor with the shape and dtype that are wanted, before it changes anything.
+Which folders there are is `octavo.train.checkpoint_folder`, and what a config may change in between `octavo.train.resume`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,38 +26,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from octavo.convert.break_even import Left
 from octavo.distributed.collectives import CollectiveError
 from octavo.distributed.launch import Place
 from octavo.linear import FP8Linear, drop_weight_cache
 from octavo.linear.module import SCALINGS
 from octavo.scaling import DelayedScaling
-from octavo.settings import to_dict
 from octavo.tensor import ScaledTensor
-from octavo.train.config import TrainConfig
-
-META = "meta.json"
-FOLDER = "checkpoints"
-"""Of a run, below its own."""
-LEFT = "left"
-"""Entry of `META`: shapes (inputs, outputs) of the linear layers that stayed as they are for their speed; none in older checkpoints."""
-ENTRIES = {"step": int, "config": dict, "stream": dict, "checksums": dict}
-"""What `META` must hold for a run to go on."""
-TEMPORARY = ".tmp-"
-FIXED = ("recipe", "model", "data", "seed")
-"""Groups of the config that a resumed run may not change: they decide what the tensors and the data position mean."""
-FINGERPRINT = "data.fingerprint"
-FREE = (
-    "recipe.name",
-    "model.recompute",
-    "model.recompute_layers",
-    "model.fused",
-    "model.break_even",
-    "data.cache",
-    "data.path",
+from octavo.train.checkpoint_folder import (
+    TEMPORARY,
+    checkpoints,
+    checksums,
+    damaged,
+    latest,
+    name_of,
+    publish,
+    read_meta,
+    remove,
 )
-"""Settings within those groups that change nothing: the text itself is compared by its fingerprint, not its path, and the layers that
-stay as they are by those of `LEFT`."""
 
 
 class CheckpointError(OSError):
@@ -122,23 +105,12 @@ def save(
             raise OSError("No space left on device")
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def publish() -> None:
-        with open(temporary / META, "w") as file:
-            json.dump({**meta, "checksums": _checksums(temporary)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(temporary)
-        if final.exists():  # The same step, saved again: its bits are the same.
-            _remove(final)
-        os.rename(temporary, final)
-        _sync_folder(folder)
-
     try:
         place.on_first(prepare)
         with _quiet_single_process():
             writer = dcp.FileSystemWriter(temporary, sync_files=True)
             dcp.save(dict(tensors), storage_writer=writer, process_group=place.host_group)
-        place.on_first(publish)
+        place.on_first(lambda: publish(temporary, final, meta))
     except CollectiveError:
         raise  # no fault of the disk
     except (OSError, dcp.CheckpointException) as error:
@@ -150,7 +122,7 @@ def save(
         ) from error
     if place.is_first:
         for old in checkpoints(folder)[:-keep]:
-            _remove(old)
+            remove(old)
     return final
 
 
@@ -163,26 +135,56 @@ def load(
     device that the run did not have.
     Raises `ValueError`, before anything changes, when a file is damaged or a tensor is missing or has another shape or dtype.
     """
-    if read_meta(path)["checksums"] != _checksums(path):
-        raise _damaged(path)
+    if read_meta(path)["checksums"] != checksums(path):
+        raise damaged(path)
+    saved = _read_index(path)
+    tensors = plain_tensors(model, optimizer)
+    tensors.update({name: tensor for name, tensor in (extra or {}).items() if name in saved})
+    fresh = {} if optimizer is None else _fresh_states(model, saved, tensors)
+    tensors.update({key: tensor for key, (_, _, tensor) in fresh.items()})
+    _check_shapes(path, saved, tensors)
     try:
-        saved: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        with _quiet_single_process():
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    except dcp.CheckpointException as error:
+        raise damaged(path) from error
+    for parameter, field, tensor in fresh.values():
+        assert optimizer is not None
+        optimizer.state[parameter][field] = tensor
+    for name, scaling in _scalings(model).items():
+        scaling.load_state_dict({k.removeprefix(f"{name}/"): v for k, v in tensors.items() if k.startswith(f"{name}/")})
+    drop_weight_cache(model.parameters())
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    """Name → size and dtype of each tensor of the checkpoint."""
+    try:
+        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except PermissionError:
         raise
     except Exception as error:  # It is a pickle, and a damaged one can raise anything.
-        raise _damaged(path) from error
-    tensors = plain_tensors(model, optimizer)
-    tensors.update({name: tensor for name, tensor in (extra or {}).items() if name in saved})
+        raise damaged(path) from error
+
+
+def _fresh_states(
+    model: nn.Module, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[nn.Parameter, str, Tensor]]:
+    """Name → (parameter, key of its state, memory) of optimizer states that were saved and are not among `tensors`.
+
+    A new optimizer has none yet: they appear at its first step.
+    """
     parameters = dict(model.named_parameters())
-    fresh: list[tuple[nn.Parameter, str, str]] = []
-    for key, entry in saved.items() if optimizer is not None else ():
-        if (
-            key.startswith("optim/") and key not in tensors
-        ):  # States appear at the first step, so a new optimizer has none.
-            name, _, field = key.removeprefix("optim/").rpartition("/")
-            if name in parameters:
-                tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=parameters[name].device)
-                fresh.append((parameters[name], field, key))
+    fresh = {}
+    for key, entry in saved.items():
+        name, _, field = key.removeprefix("optim/").rpartition("/")
+        if key.startswith("optim/") and key not in tensors and name in parameters:
+            memory = torch.empty(entry.size, dtype=entry.properties.dtype, device=parameters[name].device)
+            fresh[key] = parameters[name], field, memory
+    return fresh
+
+
+def _check_shapes(path: Path, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` if one of `tensors` was not saved, or with another shape or dtype."""
     for key, tensor in tensors.items():
         if key not in saved:
             raise ValueError(f"{path} has no {key}: it was saved from another model or recipe")
@@ -192,110 +194,6 @@ def load(
                 f"{path} holds {key} as {tuple(size)} {dtype}, and this run needs {tuple(tensor.shape)} {tensor.dtype}: "
                 "it was saved from another model or recipe"
             )
-    try:
-        with _quiet_single_process():
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    except dcp.CheckpointException as error:
-        raise _damaged(path) from error
-    for parameter, field, key in fresh:
-        assert optimizer is not None
-        optimizer.state[parameter][field] = tensors[key]
-    for name, scaling in _scalings(model).items():
-        scaling.load_state_dict({k.removeprefix(f"{name}/"): v for k, v in tensors.items() if k.startswith(f"{name}/")})
-    drop_weight_cache(model.parameters())
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON of a checkpoint. Raises `ValueError` if it is damaged."""
-    try:
-        meta = json.loads((path / META).read_text())
-    except (FileNotFoundError, ValueError) as error:
-        raise _damaged(path) from error
-    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in ENTRIES.items()):
-        raise _damaged(path)
-    return meta
-
-
-def layers_left(meta: Mapping[str, Any]) -> Left:
-    """Which layers the model of a checkpoint has as they were."""
-    return Left(frozenset((inputs, outputs) for inputs, outputs in meta.get(LEFT, ())))
-
-
-def _checksums(path: Path) -> dict[str, int]:
-    """CRC-32 of each file of a checkpoint but `META`: a flipped bit on a disk is found, at about 3 GB/s."""
-    result = {}
-    for file in sorted(path.iterdir()):
-        if file.is_file() and file.name != META:
-            crc = 0
-            with file.open("rb") as stream:
-                while chunk := stream.read(1 << 24):
-                    crc = zlib.crc32(chunk, crc)
-            result[file.name] = crc
-    return result
-
-
-def _damaged(path: Path) -> ValueError:
-    return ValueError(f"{path} is damaged: remove it, and --resume takes the checkpoint before it")
-
-
-def check_match(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming both values where a setting that a resumed run may not change differs.
-
-    A setting that octavo did not have yet when the run was saved counts as its default.
-    """
-    now = _flatten(wanted)
-    defaults = _flatten(to_dict(TrainConfig()))
-    before = {key: defaults[key] for key in now if key in defaults} | _flatten(saved)
-    for key in [*now, *(key for key in before if key not in now)]:
-        if key.split(".")[0] in FIXED and key not in FREE and before.get(key) != now.get(key):
-            if key == FINGERPRINT:
-                raise ValueError(
-                    f"{path} cannot be resumed: the text (data.path = {now.get('data.path')}) or the file of the tokenizer "
-                    f"(data.tokenizer = {now.get('data.tokenizer')}) is not the one that the run was started with; give the "
-                    "old one, or another folder (--set out=…) for a new run"
-                )
-            raise ValueError(
-                f"{path} cannot be resumed: it was saved with {key} = {_show(before.get(key))}, and this run has "
-                f"{key} = {_show(now.get(key))}; use the saved value, or another folder (--set out=…) for a new run"
-            )
-
-
-def name_of(step: int) -> str:
-    """Name of the folder that holds the checkpoint of this step."""
-    return f"step-{step:08d}"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints under `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir()) if folder.is_dir() else []
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint under `folder`, or None."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for path in folder.glob(TEMPORARY + "*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    # Renamed first, so that a kill half-way through the removal leaves no checkpoint that looks complete.
-    doomed = path.with_name(f"{TEMPORARY}old-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(folder: Path) -> int:
@@ -314,20 +212,6 @@ def _reason(error: BaseException) -> str:
     if not strerrors and not all(isinstance(cause, (OSError, RuntimeError)) for cause in causes):
         raise error  # Not the disk: a defect, to be seen in full.
     return strerrors[0] if strerrors else "a file could not be written in full"
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _show(value: object) -> str:
-    return "none" if value is None else str(value)
 
 
 @contextlib.contextmanager

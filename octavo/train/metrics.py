@@ -27,8 +27,6 @@ from torch import Tensor
 
 from octavo.distributed.samples import Loss
 
-KINDS = ("input", "weight", "grad_output", "grad")
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -78,13 +76,13 @@ def layer_group(fqn: str) -> str:
 def group_stats(stats: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
     """Shares of saturated and flushed values by layer group.
 
-    `stats` maps a layer's name and one of `KINDS` to its counts `saturated`, `flushed` and `numel`
-    (`octavo.linear.collect_stats`). Keys of the result are `GROUP/KIND`, values shares in [0, 1].
+    `stats` is what `octavo.linear.collect_stats` gives: by layer and quantity (input, weight, grad_output, grad), counts `saturated`,
+    `flushed` and `numel`. Keys of the result are `GROUP/QUANTITY`, values shares in [0, 1].
     """
     sums: dict[str, dict[str, float]] = {}
-    for fqn, kinds in stats.items():
-        for kind, counts in kinds.items():
-            total = sums.setdefault(f"{layer_group(fqn)}/{kind}", {"saturated": 0, "flushed": 0, "numel": 0})
+    for fqn, quantities in stats.items():
+        for quantity, counts in quantities.items():
+            total = sums.setdefault(f"{layer_group(fqn)}/{quantity}", {"saturated": 0, "flushed": 0, "numel": 0})
             for name in total:
                 total[name] += int(counts[name])
     return {

@@ -24,9 +24,9 @@ from octavo.formats import NumericsError
 from octavo.linear import collect_stats
 from octavo.memory import MemoryReport
 from octavo.tensor import ScaledTensor
-from octavo.train import checkpoint
+from octavo.train import checkpoint_folder
 from octavo.train.config import TrainConfig
-from octavo.train.ledger import StepLedger
+from octavo.train.ledger import StepLedger, StepNumbers
 from octavo.train.metrics import (
     MetricsLog,
     Peak,
@@ -65,8 +65,8 @@ class Reports:
         self.memory: MemoryReport | None = None
         """Bytes by kind at the last log step, set by whoever trains."""
         self.step = step
-        """The last step that was read."""
-        self._tokens = tokens, step
+        """The last step that is recorded."""
+        self._tokens = tokens, step  # at the start
         self._sent = sum(parallel.wire.values())
         self._rates: list[float] = []
         self._stats: dict[str, Any] | None = None
@@ -125,7 +125,7 @@ class Reports:
         # Copied, as clipping changes them in place.
         self._scales = {name: grad.scale.clone() for name, grad in grads if isinstance(grad, ScaledTensor)}
 
-    def read(self) -> float:
+    def record_steps(self) -> float:
         """Wait for the device, write the records of the steps since the last call, and return their mean loss.
 
         Raises `NumericsError` after `optim.max_skipped` skipped steps in a row.
@@ -145,19 +145,22 @@ class Reports:
             )
         self._log.flush()
         for numbers in steps:
-            if numbers.in_a_row >= self.config.optim.max_skipped:
-                saved = checkpoint.latest(self.folder / checkpoint.FOLDER)
-                raise NumericsError(
-                    f"steps {numbers.step - numbers.in_a_row + 1} to {numbers.step} all had a non-finite gradient (last loss "
-                    f"{numbers.loss:g}) and were skipped, so the weights have not changed since: look at the data of these steps "
-                    f"or lower optim.lr; the last good checkpoint is {saved or 'none'}"
-                )
+            self._check_skipped(numbers)
         losses = [numbers.loss for numbers in steps if math.isfinite(numbers.loss)]
         return statistics.fmean(losses) if losses else math.nan
 
+    def _check_skipped(self, numbers: StepNumbers) -> None:
+        if numbers.in_a_row >= self.config.optim.max_skipped:
+            saved = checkpoint_folder.latest(self.folder / checkpoint_folder.FOLDER)
+            raise NumericsError(
+                f"steps {numbers.step - numbers.in_a_row + 1} to {numbers.step} all had a non-finite gradient (last loss "
+                f"{numbers.loss:g}) and were skipped, so the weights have not changed since: look at the data of these steps "
+                f"or lower optim.lr; the last good checkpoint is {saved or 'none'}"
+            )
+
     def log_step(self, device: torch.device, epochs: dict[str, float]) -> None:
         """A log step: what depends on the machine, to the records and to the user."""
-        loss = self.read()
+        loss = self.record_steps()
         seconds, steps = time.perf_counter() - self._clock, self.step - self._clock_step
         rates = throughput(steps * self.config.tokens_per_step, seconds, self.flops, self.peak)
         rates["tokens_per_s"] *= self.place.world
@@ -196,7 +199,7 @@ class Reports:
     @contextlib.contextmanager
     def off_the_clock(self) -> Iterator[None]:
         """Leave what happens inside out of tokens per second. The device has finished the steps before it starts."""
-        self.read()
+        self.record_steps()
         start = time.perf_counter()
         yield
         self._clock += time.perf_counter() - start

@@ -18,6 +18,7 @@ from octavo.hf.checkpoint import Checkpoint
 from octavo.models import Transformer
 from octavo.settings import from_dict
 from octavo.train import checkpoint
+from octavo.train.checkpoint_folder import FOLDER, META, latest, layers_left, read_meta
 from octavo.train.config import TrainConfig
 from octavo.train.setup import build_model
 from octavo.train.source import SOURCE
@@ -40,12 +41,12 @@ class SavedRun:
     def open(cls, path: str | Path) -> SavedRun:
         """The checkpoint at `path`, or the newest of the run at `path`. Raises `ValueError` if there is none, or it is damaged."""
         path = Path(path).expanduser()
-        found = path if (path / checkpoint.META).is_file() else checkpoint.latest(path / checkpoint.FOLDER)
+        found = path if (path / META).is_file() else latest(path / FOLDER)
         if found is None:
             raise ValueError(
                 f"{path} holds no checkpoint: give the folder of a run of octavo train, or of one of its checkpoints"
             )
-        meta = checkpoint.read_meta(found)
+        meta = read_meta(found)
         values = meta["config"]
         data = {key: value for key, value in values["data"].items() if key != "fingerprint"}
         config = from_dict(TrainConfig, {**values, "data": data})
@@ -61,7 +62,7 @@ class SavedRun:
         return cls(
             found,
             config,
-            checkpoint.layers_left(meta),
+            layers_left(meta),
             source,
             tokenizer if tokenizer.is_file() else config.data.tokenizer or ByteTokenizer.name,
         )

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: device, data, model, optimizer, random state."""
+"""From a config to the parts of a run: folder, device, model, optimizer, random state. (Its data is `octavo.train.data`.)"""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def build_model(
     shape = model_config(config, vocab_size, source)
     fill = None
     if source is not None:
-        fill = _leave if resumed else DecoderValues(source, shape)
+        fill = _zero if resumed else DecoderValues(source, shape)
     fusible = shape.fused and (config.recipe.scaling == "current" or not config.train.compile)
     if fusible and isinstance(break_even, BreakEven):
         break_even = replace(break_even, together=_block_shapes(shape))
@@ -100,8 +100,8 @@ def _block_shapes(shape: TransformerConfig) -> tuple[tuple[int, int], ...]:
     return tuple(sides(module) for module in block.modules() if isinstance(module, nn.Linear))
 
 
-def _leave(name: str, parameter: Tensor) -> None:
-    """Uninitialised memory could hold a NaN, which a conversion would notice."""
+def _zero(name: str, parameter: Tensor) -> None:
+    """For a parameter that is loaded later: uninitialised memory could hold a NaN, which a conversion would notice."""
     parameter.zero_()
 
 

@@ -34,12 +34,13 @@ from octavo.distributed.launch import join
 from octavo.memory import MemoryReport, memory_report
 from octavo.optim import clip_grad_norm_
 from octavo.settings import to_dict
-from octavo.train import checkpoint
+from octavo.train import checkpoint, checkpoint_folder
 from octavo.train.config import TrainConfig
 from octavo.train.data import Data
 from octavo.train.ledger import StepLedger
 from octavo.train.metrics import peak_of, read_metrics, smoothed_loss
 from octavo.train.reports import Reports
+from octavo.train.resume import check_match
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import (
     build_model,
@@ -88,9 +89,9 @@ class Trainer:
         self.place = join(config.device, config.train.timeout)
         self.folder = run_folder(config.out)
         self.step = 0
-        self._checkpoints = self.folder / checkpoint.FOLDER
+        self._checkpoints = self.folder / checkpoint_folder.FOLDER
         self._replace = replace
-        found = None if replace else checkpoint.latest(self._checkpoints)
+        found = None if replace else checkpoint_folder.latest(self._checkpoints)
         if found is not None and not resume:
             raise ValueError(
                 f"{config.out} already holds a run ({found.name}): pass --resume to continue it, or --set out=… for a new one"
@@ -104,18 +105,10 @@ class Trainer:
         self.data.check_length(config.train.steps * config.train.micro_batches)
         self._settings = to_dict(config)
         self._settings["data"]["fingerprint"] = self.data.fingerprint
-        meta: dict[str, Any] = {}
-        if found is not None:
-            meta = checkpoint.read_meta(found)
-            checkpoint.check_match(found, meta["config"], self._settings)
-            if meta["step"] > config.train.steps:
-                raise ValueError(
-                    f"{found} is past train.steps = {config.train.steps}: set it to {meta['step']} or more"
-                )
+        meta = {} if found is None else self._meta_to_resume(found)
         torch.manual_seed(config.seed)
-        resumed = found is not None
-        rule = checkpoint.layers_left(meta) if resumed else config.break_even
-        self.model = build_model(config, self.data.vocab_size, self.device, self._source, resumed, rule)
+        rule = config.break_even if found is None else checkpoint_folder.layers_left(meta)
+        self.model = build_model(config, self.data.vocab_size, self.device, self._source, found is not None, rule)
         self._left = left_for_speed(self.model)
         self.optimizer = build_optimizer(config, self.model)
         if config.optim.release != "none" and self.place.world > 1:
@@ -159,6 +152,14 @@ class Trainer:
         }
         self._val_loss: float | None = None
 
+    def _meta_to_resume(self, found: Path) -> dict[str, Any]:
+        """The JSON of the checkpoint `found`. Raises `ValueError` if this run cannot go on from there."""
+        meta, steps = checkpoint_folder.read_meta(found), self.config.train.steps
+        check_match(found, meta["config"], self._settings)
+        if meta["step"] > steps:
+            raise ValueError(f"{found} is past train.steps = {steps}: set it to {meta['step']} or more")
+        return meta
+
     def run(self) -> RunResult:
         """Train to the last step, or to the end of the current one when SIGTERM or SIGINT arrives; then save.
 
@@ -188,14 +189,14 @@ class Trainer:
             val_loss=self._val_loss,
             tokens_per_s=reports.tokens_per_s,
             memory=reports.memory,
-            checkpoint=checkpoint.latest(self._checkpoints),
+            checkpoint=checkpoint_folder.latest(self._checkpoints),
         )
 
     def _prepare_folder(self) -> None:
         if self._replace:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.remove_leftovers(self._checkpoints)
+        checkpoint_folder.remove_leftovers(self._checkpoints)
         save_source(self.folder / SOURCE, self._source, self.data.tokenizer)
         (self.folder / "run.json").write_text(json.dumps(self._info, indent=1) + "\n")
 
@@ -259,15 +260,15 @@ class Trainer:
             self._reports.validated(self.step, self._val_loss)
 
     def _save(self) -> None:
-        newest = checkpoint.latest(self._checkpoints)
-        if self.place.share(newest is not None and newest.name == checkpoint.name_of(self.step)):
+        newest = checkpoint_folder.latest(self._checkpoints)
+        if self.place.share(newest is not None and newest.name == checkpoint_folder.name_of(self.step)):
             return
         with self._reports.off_the_clock():
             meta = {
                 "step": self.step,
                 "config": self._settings,
                 "versions": versions(),
-                checkpoint.LEFT: self._left,
+                checkpoint_folder.LEFT: self._left,
                 "stream": self.data.state_dict(),
                 "skipped": self._reports.ledger.skipped,
                 "in_a_row": self._reports.ledger.in_a_row,
