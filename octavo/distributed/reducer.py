@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,7 @@ class DataParallel(nn.Module):
         self._place: dict[int, tuple[Bucket, int]] = {}
         self._running: list[Future[None]] = []
         self._in_backward, self._launched, self._passes = False, 0, 0
+        self._finisher: Callable[[], Any] = ref(self._finish)
         for member in self._members:
             _watch(member.param, self._ready)
 
@@ -153,8 +154,6 @@ class DataParallel(nn.Module):
         """What the module returns."""
         if self.world == 1 or not self._sync or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._abandon()
         self._rebuild_if_frozen()
         output = self.module(*args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -191,7 +190,7 @@ class DataParallel(nn.Module):
     def _rebuild_if_frozen(self) -> None:
         """New buckets when parameters were frozen or unfrozen since the last pass. They hold no state, so none is lost."""
         trainable = tuple(m.param.requires_grad for m in self._members)
-        if trainable == self._trainable or self._in_backward:
+        if self._running_pass() or trainable == self._trainable:
             return
         self._trainable = trainable
         members = [m for m in self._members if m.param.requires_grad]
@@ -203,14 +202,22 @@ class DataParallel(nn.Module):
 
         A hook on the output runs in the outermost backward; parameters may first see one inside of a re-entrant checkpoint.
         """
-        if self._in_backward or not self._sync:
+        if not self._sync or self._running_pass():
             return
         self._rebuild_if_frozen()
         self._in_backward, self._launched = True, 0
         self._running.clear()
         for bucket in self._buckets:
             bucket.start()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        finish = self._finish
+        self._finisher = ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _running_pass(self) -> bool:
+        """Whether a pass is running. Autograd has dropped the callback of one that raised an error: such a pass is forgotten here."""
+        if self._in_backward and self._finisher() is None:
+            self._abandon()
+        return self._in_backward
 
     def _abandon(self) -> None:
         """The last backward raised an error on its way, and the user goes on: forget it, when what it had started has ended."""

@@ -1,0 +1,44 @@
+"""`DataParallel` where something goes wrong: errors in backward, wrappers around wrappers, groups and models that do not fit."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ranks
+import torch.distributed as dist
+from distributed import batch, build, gradient_bits, loss_of
+
+from octavo import DataParallel
+
+
+def goes_on_with_the_same_graph(seed: int) -> None:
+    """A second backward through a graph whose first one failed, without a forward between them, is reduced as any other."""
+    rank = dist.get_rank()
+    for bucket_mb in (1e-4, 5.0):  # when it fails, some buckets have been sent, or none
+        model = DataParallel(build(seed), bucket_mb=bucket_mb)
+        reduce, failed = model._reduction.reduce, []
+
+        def slow(bucket, reduce=reduce):
+            time.sleep(0.05)
+            reduce(bucket)
+
+        def fail_once(grad, failed=failed):
+            if not failed:
+                failed.append(True)
+                raise MemoryError("too large")
+
+        model._reduction.reduce = slow
+        model.module[5].register_forward_hook(lambda _, __, output, fail=fail_once: output.register_hook(fail) and None)
+        loss = loss_of(model, batch(seed, rank))
+        with pytest.raises(MemoryError):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        fresh = DataParallel(build(seed), bucket_mb=bucket_mb)
+        loss_of(fresh, batch(seed, rank)).backward()
+        assert gradient_bits(model) == gradient_bits(fresh)
+
+
+def test_backward_again_after_an_error_is_reduced(seed):
+    ranks.run(2, goes_on_with_the_same_graph, seed)
