@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch.distributed as dist
 from distributed import batch, build, gradient_bits, loss_of
+from torch import nn
 
 from octavo import DataParallel
 
@@ -42,3 +43,31 @@ def goes_on_with_the_same_graph(seed: int) -> None:
 
 def test_backward_again_after_an_error_is_reduced(seed):
     ranks.run(2, goes_on_with_the_same_graph, seed)
+
+
+def test_ranks_without_a_process_group_are_refused(seed, monkeypatch):
+    """Each would train by itself, and nothing would say so."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="init_process_group"):
+        DataParallel(build(seed))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert DataParallel(build(seed)).world == 1
+
+
+def wraps_outside_of_the_group(seed: int) -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        loss_of(DataParallel(build(seed), group=group), batch(seed)).backward()
+    else:
+        with pytest.raises(ValueError, match="rank 2 is not in the group"):
+            DataParallel(build(seed), group=group)
+
+
+def test_a_rank_outside_of_the_group_is_told(seed):
+    ranks.run(3, wraps_outside_of_the_group, seed)
+    ranks.forget(3)
+
+
+def test_a_wrapper_inside_of_another_is_refused(seed):
+    with pytest.raises(ValueError, match="wrapped already"):
+        DataParallel(nn.Sequential(DataParallel(build(seed)), nn.Linear(32, 4)))

@@ -19,6 +19,7 @@ With one rank nothing is registered and nothing happens: the wrapper calls the m
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,8 +73,8 @@ class DataParallel(nn.Module):
         timeout: float = 600.0,
     ) -> None:
         super().__init__()
-        if isinstance(module, DataParallel):
-            raise ValueError("the module is wrapped already: wrap it once")
+        if any(isinstance(part, DataParallel) for part in module.modules()):
+            raise ValueError("the module, or a part of it, is wrapped already: wrap it once")
         if not (bucket_mb > 0 and timeout > 0) or (check_every is not None and check_every < 1):
             raise ValueError(f"bucket_mb={bucket_mb}, check_every={check_every} and timeout={timeout} must be positive")
         self.module = module
@@ -82,7 +83,7 @@ class DataParallel(nn.Module):
         self._timeout = timedelta(seconds=timeout)
         self.wire: Counter[str] = Counter()
         """Bytes that this rank has sent since the start, by kind."""
-        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.world = _world_of(group)
         self._sync = True
         self.autoscale = AutoScale([], 1)
         """µ of the converted weights, by name."""
@@ -314,6 +315,21 @@ class DataParallel(nn.Module):
     def load_scaling_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores µ, also from another number of ranks."""
         self.autoscale.load_state_dict(state)
+
+
+def _world_of(group: Any) -> int:
+    """The number of ranks. Raises `ValueError` where there are others that this process does not know, or is not one of."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group, so every rank would train a model of its own: "
+                "call torch.distributed.init_process_group() before wrapping"
+            )
+        return 1
+    world = dist.get_world_size(group)
+    if world < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group: wrap the model on the ranks of the group only")
+    return world
 
 
 def _recipe_of(module: nn.Module) -> Recipe:
