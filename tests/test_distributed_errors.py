@@ -6,6 +6,7 @@ import time
 
 import pytest
 import ranks
+import torch
 import torch.distributed as dist
 from distributed import batch, build, gradient_bits, loss_of
 from torch import nn
@@ -71,3 +72,19 @@ def test_a_rank_outside_of_the_group_is_told(seed):
 def test_a_wrapper_inside_of_another_is_refused(seed):
     with pytest.raises(ValueError, match="wrapped already"):
         DataParallel(nn.Sequential(DataParallel(build(seed)), nn.Linear(32, 4)))
+
+
+def test_a_module_that_holds_a_wrapper_loads_its_own_state(seed):
+    def held(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.ModuleDict({"net": DataParallel(build(seed)), "head": nn.Linear(32, 4)})
+
+    first, second = held(seed), held(seed + 1)
+    assert "net.1.weight" in first.state_dict()
+    second.load_state_dict(first.state_dict(), strict=True)
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value), name
+    state = first.state_dict()
+    del state["net.1.bias"]
+    with pytest.raises(RuntimeError, match="Missing key.*net.*1.bias"):
+        second.load_state_dict(state)

@@ -78,6 +78,7 @@ class DataParallel(nn.Module):
         if not (bucket_mb > 0 and timeout > 0) or (check_every is not None and check_every < 1):
             raise ValueError(f"bucket_mb={bucket_mb}, check_every={check_every} and timeout={timeout} must be positive")
         self.module = module
+        self.register_load_state_dict_pre_hook(_add_prefix)
         self.recipe = _recipe_of(module) if recipe is None else get_recipe(recipe)
         self._bucket_bytes, self._check_every = int(bucket_mb * 2**20), check_every
         self._timeout = timedelta(seconds=timeout)
@@ -315,6 +316,12 @@ class DataParallel(nn.Module):
     def load_scaling_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores µ, also from another number of ranks."""
         self.autoscale.load_state_dict(state)
+
+
+def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a module that holds the wrapper loads: its state, too, has the names without the wrapper."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def _world_of(group: Any) -> int:
