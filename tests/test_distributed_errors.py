@@ -88,3 +88,29 @@ def test_a_module_that_holds_a_wrapper_loads_its_own_state(seed):
     del state["net.1.bias"]
     with pytest.raises(RuntimeError, match="Missing key.*net.*1.bias"):
         second.load_state_dict(state)
+
+
+def wraps_again(seed: int) -> None:
+    rank = dist.get_rank()
+    module = build(seed)
+    old = DataParallel(module, bucket_mb=0.001)
+    loss_of(old, batch(seed + 1, rank)).backward()
+    module.zero_grad()
+    new = DataParallel(module, bucket_mb=0.001)
+    with new.no_sync():
+        loss_of(new, batch(seed, rank)).backward()
+    alone = build(seed)
+    loss_of(alone, batch(seed, rank)).backward()
+    assert gradient_bits(module) == gradient_bits(alone)  # nobody else has averaged them
+    with pytest.raises(RuntimeError, match="a newer DataParallel"):
+        old(batch(seed, rank)[0])
+    module.zero_grad()
+    sent = dict(old.wire)
+    loss_of(new, batch(seed, rank)).backward()
+    fresh = DataParallel(build(seed), bucket_mb=0.001)
+    loss_of(fresh, batch(seed, rank)).backward()
+    assert gradient_bits(new) == gradient_bits(fresh) and old.wire == sent
+
+
+def test_a_newer_wrapper_takes_the_place_of_an_older_one(seed):
+    ranks.run(2, wraps_again, seed)

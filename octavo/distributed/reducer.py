@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class DataParallel(nn.Module):
         self.wire: Counter[str] = Counter()
         """Bytes that this rank has sent since the start, by kind."""
         self.world = _world_of(group)
-        self._sync = True
+        self._sync, self._replaced = True, False
         self.autoscale = AutoScale([], 1)
         """µ of the converted weights, by name."""
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64)
@@ -125,7 +125,7 @@ class DataParallel(nn.Module):
         self._in_backward, self._launched, self._passes = False, 0, 0
         self._finisher: Callable[[], Any] = ref(self._finish)
         for member in self._members:
-            _watch(member.param, self._ready)
+            _watch(member.param, self)
 
     def _describe(self, node_size: int | None) -> str:
         """What must not differ between the ranks, beside the module: they would wait for each other in different collectives."""
@@ -154,7 +154,11 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        if self.world == 1 or not self._sync or not torch.is_grad_enabled():
+        if self.world == 1 or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if self._replaced:
+            raise RuntimeError("a newer DataParallel has wrapped parameters of this model: use that one")
+        if not self._sync:
             return self.module(*args, **kwargs)
         self._rebuild_if_frozen()
         output = self.module(*args, **kwargs)
@@ -204,7 +208,7 @@ class DataParallel(nn.Module):
 
         A hook on the output runs in the outermost backward; parameters may first see one inside of a re-entrant checkpoint.
         """
-        if not self._sync or self._running_pass():
+        if self._replaced or not self._sync or self._running_pass():
             return
         self._rebuild_if_frozen()
         self._in_backward, self._launched = True, 0
@@ -233,7 +237,7 @@ class DataParallel(nn.Module):
 
     def _ready(self, param: Tensor) -> None:
         """Hook of a parameter whose gradient has accumulated."""
-        if not self._sync:
+        if self._replaced or not self._sync:
             return
         self._begin()
         bucket, position = self._place[id(param)]
@@ -370,18 +374,29 @@ def _new_group(ranks: list[int], timeout: timedelta) -> Any:
     return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
-def _watch(param: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Registers a hook after accumulation, on frozen parameters too: they may be unfrozen.
+class _Hook:
+    """After accumulation: tells the wrapper of a parameter.
 
     It does not keep the wrapper alive: the garbage collector cannot see through a hook, and would never free either.
     """
-    method = WeakMethod(hook)
 
-    def call(param: Tensor) -> None:
-        alive = method()
-        if alive is not None:
-            alive(param)
+    def __init__(self, wrapper: DataParallel) -> None:
+        self.wrapper = ref(wrapper)
 
+    def __call__(self, param: Tensor) -> None:
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._ready(param)
+
+
+def _watch(param: Tensor, wrapper: DataParallel) -> None:
+    """Registers a hook, on frozen parameters too: they may be unfrozen. It takes the place of that of any wrapper before, for two that
+    write to one gradient at a time would spoil it."""
+    hooks = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+        before = hooks.pop(key).wrapper()
+        if before is not None:
+            before._replaced = True
     requires_grad = param.requires_grad
-    param.requires_grad_(True).register_post_accumulate_grad_hook(call)
+    param.requires_grad_(True).register_post_accumulate_grad_hook(_Hook(wrapper))
     param.requires_grad_(requires_grad)
