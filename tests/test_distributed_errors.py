@@ -12,6 +12,7 @@ from distributed import batch, build, gradient_bits, loss_of
 from torch import nn
 
 from octavo import DataParallel
+from octavo.distributed.collectives import backend_of
 
 
 def goes_on_with_the_same_graph(seed: int) -> None:
@@ -114,3 +115,35 @@ def wraps_again(seed: int) -> None:
 
 def test_a_newer_wrapper_takes_the_place_of_an_older_one(seed):
     ranks.run(2, wraps_again, seed)
+
+
+def wraps_after_groups_of_some_ranks(seed: int):
+    """Ranks 0 and 1 have a model of their own first, and so more process groups than rank 2."""
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        own = DataParallel(build(seed), group=pair, timeout=20)
+        loss_of(own, batch(seed, rank)).backward()
+    model = DataParallel(build(seed), timeout=20)
+    loss_of(model, batch(seed, rank)).backward()
+    return gradient_bits(model)
+
+
+def test_ranks_may_have_made_different_numbers_of_groups(seed):
+    results = ranks.run(3, wraps_after_groups_of_some_ranks, seed)
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "backend"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cuda:nccl", "cuda", "nccl"),
+        ("cuda:nccl", "cpu", None),
+    ],
+)
+def test_the_backend_is_that_of_the_device(config, device, backend, monkeypatch):
+    """`init_process_group()` without a name has NCCL for GPUs and gloo for the rest, and calls itself undefined."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert backend_of(None, torch.device(device)) == backend

@@ -84,7 +84,7 @@ def _level(
 
 def nccl(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
     """The backend's FP8 all-reduce, or the same hop by hop."""
-    if ranks.sums_fp8:
+    if ranks.sums_fp8(codes.device):
         ranks.all_reduce(codes, dist.ReduceOp.SUM, GRADIENTS)
     else:
         received = torch.empty_like(codes)

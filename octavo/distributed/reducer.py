@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from octavo.distributed.algorithms import Algorithm, hierarchical, nccl, two_shot
 from octavo.distributed.autoscale import AutoScale
 from octavo.distributed.buckets import Bucket, Member, Reduction, assign
-from octavo.distributed.collectives import Ranks
+from octavo.distributed.collectives import Ranks, backend_of, new_group
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
 from octavo.linear import FP8Linear
@@ -94,8 +94,8 @@ class DataParallel(nn.Module):
             self._open(group, node_size)
 
     def _open(self, group: Any, node_size: int | None) -> None:
-        _check_device(self.module)
-        ranks = Ranks(_own_group(group, self._timeout), self.wire)
+        device = _device_of(self.module)
+        ranks = Ranks(_own_group(group, device, self._timeout), self.wire)
         self.ranks = ranks
         check_alike(self.module, ranks, self._describe(node_size))
         send_from_first(self.module, ranks)
@@ -104,7 +104,6 @@ class DataParallel(nn.Module):
         for name, param in self.module.named_parameters():
             number = sum(m.scaled is not None for m in self._members) if id(param) in scaled else None
             self._members.append(Member(name, param, number))
-        device = self._members[0].param.device if self._members else self.nonfinite_steps.device
         self.autoscale = AutoScale(
             [m.name for m in self._members if m.scaled is not None],
             self.world,
@@ -149,7 +148,7 @@ class DataParallel(nn.Module):
         nodes = [groups[i : i + node_size] for i in range(0, self.world, node_size)]
         across = [list(peers) for peers in zip(*nodes, strict=True)]
         mine = dist.get_rank()
-        own = [_new_group(r, self._timeout) for r in nodes + across if mine in r]
+        own = [new_group(r, self._timeout, of=self.ranks.group) for r in nodes + across if mine in r]
         return hierarchical(*(Ranks(group, self.wire) for group in own))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,25 +352,28 @@ def _scaled_parameters(module: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in layers if layer.gradient_format is not None and layer.weight.is_leaf]
 
 
-def _check_device(module: nn.Module) -> None:
+def _device_of(module: nn.Module) -> torch.device:
     devices = {str(param.device): name for name, param in module.named_parameters()}
     if len(devices) > 1 or "meta" in devices:
         places = " and ".join(f"{name} on {device}" for device, name in list(devices.items())[:2])
         raise ValueError(
             f"the module has {places}: each rank holds the whole model on one real device, so move it there first"
         )
+    return torch.device(next(iter(devices), "cpu"))
 
 
-def _own_group(group: Any, timeout: timedelta) -> Any:
+def _own_group(group: Any, device: torch.device, timeout: timedelta) -> Any:
     """A group for the reductions alone: with gloo they run in a thread, and must not mix with other work on the user's group."""
-    if dist.get_backend(group) == "nccl":
+    backend = backend_of(group, device)
+    if backend is None:
+        raise ValueError(
+            f"the module is on {device}, which {dist.get_backend(group)} does not serve: move it there before wrapping, or initialise "
+            "the process group with another backend"
+        )
+    if backend == "nccl":
         return group
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return _new_group(ranks, timeout)
-
-
-def _new_group(ranks: list[int], timeout: timedelta) -> Any:
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return new_group(ranks, timeout, of=group)
 
 
 class _Hook:
