@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from distributed import batch, build, gradient_bits, loss_of
+from distributed import batch, build, gradient_bits, loss_of, variant
 from torch import nn
 
 from octavo import DataParallel
@@ -147,3 +147,38 @@ def test_the_backend_is_that_of_the_device(config, device, backend, monkeypatch)
     """`init_process_group()` without a name has NCCL for GPUs and gloo for the rest, and calls itself undefined."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert backend_of(None, torch.device(device)) == backend
+
+
+def averages_large_fp16(algorithm: str) -> list[float]:
+    """The mean of gradients whose sum FP16 cannot hold."""
+    model = DataParallel(nn.Linear(4, 3).half(), recipe=variant("bf16", grad_reduce=algorithm))
+    model.module.bias.register_hook(lambda grad: torch.full_like(grad, 40000.0 + 64 * dist.get_rank()))
+    model(torch.ones(2, 4, dtype=torch.float16)).float().sum().backward()
+    return model.module.bias.grad.tolist()
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "nccl", "fp32"])
+def test_a_mean_in_fp16_overflows_no_earlier_than_its_value(algorithm):
+    for mean in ranks.run(2, averages_large_fp16, algorithm):
+        assert mean == [40032.0] * 3
+
+
+def sends_expanded_buffers() -> list[float]:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((1, 3), float(dist.get_rank() + 1)).expand(4, 3))
+    return DataParallel(model).module.mask.flatten().tolist()
+
+
+def test_expanded_buffers_are_sent():
+    assert ranks.run(2, sends_expanded_buffers) == [[1.0] * 12] * 2
+
+
+def wraps_complex_parameters() -> None:
+    model = nn.Linear(2, 2)
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="phase is torch.complex64: .*view_as_real"):
+        DataParallel(model)
+
+
+def test_complex_parameters_are_refused():
+    ranks.run(2, wraps_complex_parameters)

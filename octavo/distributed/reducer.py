@@ -102,6 +102,8 @@ class DataParallel(nn.Module):
         scaled = {id(p) for p in _scaled_parameters(self.module)}
         self._members: list[Member] = []
         for name, param in self.module.named_parameters():
+            if param.is_complex():
+                raise ValueError(f"{name} is {param.dtype}: hold complex parameters as real ones (torch.view_as_real)")
             number = sum(m.scaled is not None for m in self._members) if id(param) in scaled else None
             self._members.append(Member(name, param, number))
         self.autoscale = AutoScale(
