@@ -12,7 +12,9 @@ from distributed import batch, build, gradient_bits, loss_of, variant
 from torch import nn
 
 from octavo import DataParallel
+from octavo.convert import convert
 from octavo.distributed.collectives import backend_of
+from octavo.tensor import uncast
 
 
 def goes_on_with_the_same_graph(seed: int) -> None:
@@ -182,3 +184,49 @@ def wraps_complex_parameters() -> None:
 
 def test_complex_parameters_are_refused():
     ranks.run(2, wraps_complex_parameters)
+
+
+def assigns_plain_gradients(seed: int):
+    """A user replaces an FP8 gradient by a plain one, and the next backward does not add to it."""
+    rank = dist.get_rank()
+    model = DataParallel(build(seed))
+    loss_of(model, batch(seed, rank)).backward()
+    weight = model.module[1].weight
+    weight.grad = torch.full(weight.shape, 1.0 + rank)
+    model.module[8].weight.grad = None
+    model.module[8](torch.ones(2, 32)).sum().backward()
+    assert uncast(weight.grad).unique().tolist() == [1.5]
+    return gradient_bits(model)
+
+
+def test_a_plain_gradient_of_a_converted_weight_is_reduced(seed):
+    results = ranks.run(2, assigns_plain_gradients, seed)
+    assert results[0] == results[1]
+
+
+def differentiates_on_one_rank(seed: int):
+    rank = dist.get_rank()
+    model = DataParallel(build(seed), timeout=10)
+    if rank == 0:
+        with model.no_sync():
+            torch.autograd.grad(loss_of(model, batch(seed)), [model.module[1].bias])
+    loss_of(model, batch(seed, rank)).backward()
+    return gradient_bits(model)
+
+
+def test_autograd_grad_of_one_rank_needs_no_other_inside_no_sync(seed):
+    results = ranks.run(2, differentiates_on_one_rank, seed)
+    assert results[0] == results[1]
+
+
+def converts_after_wrapping() -> None:
+    """The only gradient of a bucket is still plain when it is sent, and stored in FP8 afterwards."""
+    for recipe in ("O1", "O2"):
+        model = DataParallel(nn.Sequential(nn.Linear(32, 64, bias=False)))
+        convert(model, recipe)
+        with pytest.raises(ValueError, match="convert the model before wrapping it"):
+            model(torch.ones(2, 32)).sum().backward()
+
+
+def test_a_model_that_is_converted_when_it_is_wrapped_is_refused():
+    ranks.run(2, converts_after_wrapping)
