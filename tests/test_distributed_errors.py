@@ -230,3 +230,13 @@ def converts_after_wrapping() -> None:
 
 def test_a_model_that_is_converted_when_it_is_wrapped_is_refused():
     ranks.run(2, converts_after_wrapping)
+
+
+def assigns_through_a_parent(seed: int) -> None:
+    parent = nn.ModuleDict({"net": DataParallel(build(seed))})
+    with pytest.raises(ValueError, match="load before wrapping"):
+        parent.load_state_dict(parent.state_dict(), assign=True)
+
+
+def test_a_module_that_holds_a_wrapper_cannot_replace_its_parameters(seed):
+    ranks.run(2, assigns_through_a_parent, seed)

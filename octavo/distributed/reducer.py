@@ -304,11 +304,14 @@ class DataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state of the module. Raises `ValueError` for `assign`: new parameters would not be reduced."""
+        self._check_loading(assign)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _check_loading(self, assign: bool) -> None:
         if assign and self.world > 1:
             raise ValueError(
                 "assign=True would replace the parameters that are reduced: load before wrapping, or copy (assign=False)"
             )
-        return self.module.load_state_dict(state_dict, strict, assign)
 
     def extra_repr(self) -> str:
         """Ranks, and how they reduce."""
@@ -323,8 +326,9 @@ class DataParallel(nn.Module):
         self.autoscale.load_state_dict(state)
 
 
-def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _add_prefix(wrapper: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """Before a module that holds the wrapper loads: its state, too, has the names without the wrapper."""
+    wrapper._check_loading(metadata.get("assign_to_params_buffers", False))
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
