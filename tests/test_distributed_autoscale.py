@@ -99,3 +99,8 @@ def test_state_goes_to_another_number_of_ranks():
 def test_refuses_settings_out_of_range(wrong):
     with pytest.raises(ValueError, match="threshold"):
         AutoScale(["a"], 2, **wrong)
+
+
+def test_refuses_an_unknown_strategy():
+    with pytest.raises(ValueError, match="'mean': use one of auto, pre, post"):
+        AutoScale(["a"], 2, strategy="mean")

@@ -86,3 +86,9 @@ def test_wrong_arguments():
         reduce_emulated([torch.ones(2)], "ring")
     with pytest.raises(ValueError, match="node_size"):
         reduce_emulated([torch.ones(2)] * 3, "hierarchical", node_size=2)
+    for wrong in ({"strategy": "mean"}, {"mu": 0.0}, {"mu": 2}):
+        with pytest.raises(ValueError, match="mean|mu is"):
+            reduce_emulated([torch.ones(2)] * 3, "nccl", **wrong)
+    for gradients in ([], [torch.ones(2), torch.ones(3)]):
+        with pytest.raises(ValueError, match="one shape is needed"):
+            reduce_emulated(gradients)

@@ -84,7 +84,7 @@ def _level(
 
 def nccl(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
     """The backend's FP8 all-reduce, or the same hop by hop."""
-    if ranks.sums_fp8:
+    if ranks.sums_fp8(codes.device):
         ranks.all_reduce(codes, dist.ReduceOp.SUM, GRADIENTS)
     else:
         received = torch.empty_like(codes)
@@ -98,11 +98,14 @@ def plain_mean(flat: Tensor, ranks: Ranks, in_rank_order: bool, kind: str = GRAD
     """flat = its mean over all ranks, in place; real values of any floating dtype, numel a multiple of the number of ranks.
 
     In rank order the sum is FP32 (or FP64) and the mean is rounded once, so its bits do not depend on the position in the bucket; else
-    it is the backend's all-reduce.
+    it is the backend's all-reduce. That of FP16 divides first: a sum may overflow where the mean does not.
     """
     if not in_rank_order:
+        if flat.dtype == torch.float16:
+            flat.div_(ranks.world)
         ranks.all_reduce(flat, dist.ReduceOp.SUM, kind)
-        flat.div_(ranks.world)
+        if flat.dtype != torch.float16:
+            flat.div_(ranks.world)
         return
     received = torch.empty_like(flat)
     ranks.all_to_all(received, flat, kind)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class AutoScale:
             begins, and stays, at 1. Otherwise it begins at 1/√world, which is right for gradients that are independent.
         threshold, period: of Eq. 3.
 
-    Raises `ValueError` for a threshold or period out of range.
+    Raises `ValueError` for an unknown strategy, and a threshold or period out of range.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class AutoScale:
             raise ValueError(
                 f"threshold={threshold}, period={period}: a share in [0, 1) and at least one step are needed"
             )
+        if strategy not in get_args(Strategy):
+            raise ValueError(f"no strategy is called {strategy!r}: use one of {', '.join(get_args(Strategy))}")
         self.names, self.strategy, self.threshold, self.period = list(names), strategy, threshold, period
         self.fp8_sums = not sums_exactly
         """Whether sums can reach the largest code."""

@@ -27,6 +27,7 @@ from octavo.distributed.samples import Sampler
 from octavo.distributed.scales import ABSENT
 from octavo.formats import E4M3
 from octavo.linear import scaled_gradient
+from octavo.linear.storage import is_watched, store_gradient
 from octavo.tensor import ScaledTensor
 
 
@@ -95,7 +96,10 @@ class Bucket:
             return ScaledTensor(codes, torch.ones((), device=param.device), param.dtype, residual_on_add=True)
         if grad.layout is not torch.strided:
             raise ValueError(f"the gradient of {member.name} is sparse: use Embedding(..., sparse=False)")
-        if isinstance(grad, ScaledTensor) != (member.scaled is not None):
+        if member.scaled is not None:  # plain where its user has assigned it, and this backward has not added to it
+            store_gradient(param)
+            return cast(Tensor, param.grad)
+        if isinstance(grad, ScaledTensor) or is_watched(param):
             raise ValueError(
                 f"the gradient of {member.name} has changed its kind since the model was wrapped: convert the model before wrapping it"
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,17 +41,17 @@ class Ranks:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.wire: Counter[str] = Counter() if wire is None else wire
         """Bytes that this rank has sent, by kind."""
-        self.backend = dist.get_backend(self.group)
 
-    @property
-    def sums_fp8(self) -> bool:
-        """Whether the backend sums E4M3 itself: NCCL from 2.24 on."""
-        return self.backend == "nccl" and torch.cuda.nccl.version() >= (2, 24)
+    def sums_fp8(self, device: torch.device) -> bool:
+        """Whether the backend sums E4M3 on the `device` itself: NCCL from 2.24 on."""
+        return backend_of(self.group, device) == "nccl" and torch.cuda.nccl.version() >= (2, 24)
 
     def all_reduce(self, x: Tensor, op: Any, kind: str) -> None:
         """x = op over all ranks, in place. Raises `ValueError` for FP8 where the backend would not sum it."""
-        if x.dtype in FP8 and not self.sums_fp8:
-            raise ValueError(f"{self.backend} cannot reduce {x.dtype}: use the two_shot algorithm, which sums in FP32")
+        if x.dtype in FP8 and not self.sums_fp8(x.device):
+            raise ValueError(
+                f"{backend_of(self.group, x.device)} cannot reduce {x.dtype}: use the two_shot algorithm, which sums in FP32"
+            )
         self._count(kind, 2 * _bytes(x))
         with self._report("all_reduce", kind):
             dist.all_reduce(x, op=op, group=self.group)
@@ -92,6 +93,30 @@ class Ranks:
                 f"rank {self.rank} of {self.world}: {name} of {kind} did not end ({str(error).splitlines()[0]}): another rank died, "
                 "hangs or does other work; its own message says why, and the run can be started again from its last checkpoint"
             ) from error
+
+
+def backend_of(group: Any, device: torch.device) -> str | None:
+    """What carries the tensors of a device in a group, which may have another backend for each kind ("cpu:gloo,cuda:nccl", or what
+    `init_process_group()` chooses without a name); None if nothing does."""
+    for pair in dist.get_backend_config(group).split(","):
+        kind, _, backend = pair.partition(":")
+        if kind == device.type:
+            return backend
+    return None
+
+
+def new_group(members: list[int], timeout: timedelta, of: Any) -> Any:
+    """A group of those of the ranks of the group `of` that call this with the same `members`; other ranks need not call it.
+
+    PyTorch names such a group by how many there are. Ranks that have made different numbers of groups would wait for each other under
+    different names; so every rank of `of` calls this equally often, and one that has made fewer makes groups of its own first.
+    """
+    known = dist.distributed_c10d._world.pg_names  # type: ignore[attr-defined]
+    counts: list[Any] = [None] * dist.get_world_size(of)
+    dist.all_gather_object(counts, len(known), group=of)
+    while len(known) < max(counts):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
 
 
 def _bytes(x: Tensor) -> int:

@@ -56,10 +56,15 @@ def reduce_emulated(
     """The mean of `gradients` (one of each rank, equal shapes: real values, or ScaledTensors as backward leaves them).
 
     `mu` is that of "auto" now (default: where `AutoScale` begins); between steps, `AutoScale.update` with `overflow` moves it.
-    Real values are first stored in E4M3 with a scale of their own. Raises `ValueError` for an unknown algorithm or a `node_size` that
-    does not divide the number of ranks.
+    Real values are first stored in E4M3 with a scale of their own. Raises `ValueError` for an unknown algorithm or strategy, no
+    gradients, gradients of different shapes, a number `mu` outside of (0, 1] or a `node_size` that does not divide the number of ranks.
     """
     world = len(gradients)
+    shapes = {tuple(gradient.shape) for gradient in gradients}
+    if len(shapes) != 1:
+        raise ValueError(f"the gradients of {world} ranks have the shapes {sorted(shapes)}: one shape is needed")
+    if isinstance(mu, float | int) and not 0 < mu <= 1:
+        raise ValueError(f"mu is {mu}: it must be in (0, 1], as above 1 the codes of one rank would saturate")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"no algorithm is called {algorithm!r}: use one of {', '.join(ALGORITHMS)}")
     if algorithm == "hierarchical" and (not node_size or world % node_size):

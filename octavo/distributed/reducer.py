@@ -19,12 +19,13 @@ With one rank nothing is registered and nothing happens: the wrapper calls the m
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from octavo.distributed.algorithms import Algorithm, hierarchical, nccl, two_shot
 from octavo.distributed.autoscale import AutoScale
 from octavo.distributed.buckets import Bucket, Member, Reduction, assign
-from octavo.distributed.collectives import Ranks
+from octavo.distributed.collectives import Ranks, backend_of, new_group
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
 from octavo.kernels.untraced import untraced
@@ -73,18 +74,19 @@ class DataParallel(nn.Module):
         timeout: float = 600.0,
     ) -> None:
         super().__init__()
-        if isinstance(module, DataParallel):
-            raise ValueError("the module is wrapped already: wrap it once")
+        if any(isinstance(part, DataParallel) for part in module.modules()):
+            raise ValueError("the module, or a part of it, is wrapped already: wrap it once")
         if not (bucket_mb > 0 and timeout > 0) or (check_every is not None and check_every < 1):
             raise ValueError(f"bucket_mb={bucket_mb}, check_every={check_every} and timeout={timeout} must be positive")
         self.module = module
+        self.register_load_state_dict_pre_hook(_add_prefix)
         self.recipe = _recipe_of(module) if recipe is None else get_recipe(recipe)
         self._bucket_bytes, self._check_every = int(bucket_mb * 2**20), check_every
         self._timeout = timedelta(seconds=timeout)
         self.wire: Counter[str] = Counter()
         """Bytes that this rank has sent since the start, by kind."""
-        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-        self._sync = True
+        self.world = _world_of(group)
+        self._sync, self._replaced = True, False
         self.autoscale = AutoScale([], 1)
         """µ of the converted weights, by name."""
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64)
@@ -93,17 +95,18 @@ class DataParallel(nn.Module):
             self._open(group, node_size)
 
     def _open(self, group: Any, node_size: int | None) -> None:
-        _check_device(self.module)
-        ranks = Ranks(_own_group(group, self._timeout), self.wire)
+        device = _device_of(self.module)
+        ranks = Ranks(_own_group(group, device, self._timeout), self.wire)
         self.ranks = ranks
         check_alike(self.module, ranks, self._describe(node_size))
         send_from_first(self.module, ranks)
         scaled = {id(p) for p in _scaled_parameters(self.module)}
         self._members: list[Member] = []
         for name, param in self.module.named_parameters():
+            if param.is_complex():
+                raise ValueError(f"{name} is {param.dtype}: hold complex parameters as real ones (torch.view_as_real)")
             number = sum(m.scaled is not None for m in self._members) if id(param) in scaled else None
             self._members.append(Member(name, param, number))
-        device = self._members[0].param.device if self._members else self.nonfinite_steps.device
         self.autoscale = AutoScale(
             [m.name for m in self._members if m.scaled is not None],
             self.world,
@@ -122,8 +125,9 @@ class DataParallel(nn.Module):
         self._place: dict[int, tuple[Bucket, int]] = {}
         self._running: list[Future[None]] = []
         self._in_backward, self._launched, self._passes = False, 0, 0
+        self._finisher: Callable[[], Any] = ref(self._finish)
         for member in self._members:
-            _watch(member.param, self._ready)
+            _watch(member.param, self)
 
     def _describe(self, node_size: int | None) -> str:
         """What must not differ between the ranks, beside the module: they would wait for each other in different collectives."""
@@ -147,15 +151,17 @@ class DataParallel(nn.Module):
         nodes = [groups[i : i + node_size] for i in range(0, self.world, node_size)]
         across = [list(peers) for peers in zip(*nodes, strict=True)]
         mine = dist.get_rank()
-        own = [_new_group(r, self._timeout) for r in nodes + across if mine in r]
+        own = [new_group(r, self._timeout, of=self.ranks.group) for r in nodes + across if mine in r]
         return hierarchical(*(Ranks(group, self.wire) for group in own))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        if self.world == 1 or not self._sync or not torch.is_grad_enabled():
+        if self.world == 1 or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._abandon()
+        if self._replaced:
+            raise RuntimeError("a newer DataParallel has wrapped parameters of this model: use that one")
+        if not self._sync:
+            return self.module(*args, **kwargs)
         self._rebuild_if_frozen()
         output = self.module(*args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -192,7 +198,7 @@ class DataParallel(nn.Module):
     def _rebuild_if_frozen(self) -> None:
         """New buckets when parameters were frozen or unfrozen since the last pass. They hold no state, so none is lost."""
         trainable = tuple(m.param.requires_grad for m in self._members)
-        if trainable == self._trainable or self._in_backward:
+        if self._running_pass() or trainable == self._trainable:
             return
         self._trainable = trainable
         members = [m for m in self._members if m.param.requires_grad]
@@ -204,14 +210,22 @@ class DataParallel(nn.Module):
 
         A hook on the output runs in the outermost backward; parameters may first see one inside of a re-entrant checkpoint.
         """
-        if self._in_backward or not self._sync:
+        if self._replaced or not self._sync or self._running_pass():
             return
         self._rebuild_if_frozen()
         self._in_backward, self._launched = True, 0
         self._running.clear()
         for bucket in self._buckets:
             bucket.start()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        finish = self._finish
+        self._finisher = ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _running_pass(self) -> bool:
+        """Whether a pass is running. Autograd has dropped the callback of one that raised an error: such a pass is forgotten here."""
+        if self._in_backward and self._finisher() is None:
+            self._abandon()
+        return self._in_backward
 
     def _abandon(self) -> None:
         """The last backward raised an error on its way, and the user goes on: forget it, when what it had started has ended."""
@@ -225,7 +239,7 @@ class DataParallel(nn.Module):
 
     def _ready(self, param: Tensor) -> None:
         """Hook of a parameter whose gradient has accumulated."""
-        if not self._sync:
+        if self._replaced or not self._sync:
             return
         self._begin()
         bucket, position = self._place[id(param)]
@@ -291,11 +305,14 @@ class DataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state of the module. Raises `ValueError` for `assign`: new parameters would not be reduced."""
+        self._check_loading(assign)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _check_loading(self, assign: bool) -> None:
         if assign and self.world > 1:
             raise ValueError(
                 "assign=True would replace the parameters that are reduced: load before wrapping, or copy (assign=False)"
             )
-        return self.module.load_state_dict(state_dict, strict, assign)
 
     def extra_repr(self) -> str:
         """Ranks, and how they reduce."""
@@ -310,6 +327,28 @@ class DataParallel(nn.Module):
         self.autoscale.load_state_dict(state)
 
 
+def _add_prefix(wrapper: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Before a module that holds the wrapper loads: its state, too, has the names without the wrapper."""
+    wrapper._check_loading(metadata.get("assign_to_params_buffers", False))
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _world_of(group: Any) -> int:
+    """The number of ranks. Raises `ValueError` where there are others that this process does not know, or is not one of."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group, so every rank would train a model of its own: "
+                "call torch.distributed.init_process_group() before wrapping"
+            )
+        return 1
+    world = dist.get_world_size(group)
+    if world < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group: wrap the model on the ranks of the group only")
+    return world
+
+
 def _recipe_of(module: nn.Module) -> Recipe:
     return next((layer.recipe for layer in module.modules() if isinstance(layer, FP8Linear)), BASELINE)
 
@@ -320,40 +359,54 @@ def _scaled_parameters(module: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in layers if layer.gradient_format is not None and layer.weight.is_leaf]
 
 
-def _check_device(module: nn.Module) -> None:
+def _device_of(module: nn.Module) -> torch.device:
     devices = {str(param.device): name for name, param in module.named_parameters()}
     if len(devices) > 1 or "meta" in devices:
         places = " and ".join(f"{name} on {device}" for device, name in list(devices.items())[:2])
         raise ValueError(
             f"the module has {places}: each rank holds the whole model on one real device, so move it there first"
         )
+    return torch.device(next(iter(devices), "cpu"))
 
 
-def _own_group(group: Any, timeout: timedelta) -> Any:
+def _own_group(group: Any, device: torch.device, timeout: timedelta) -> Any:
     """A group for the reductions alone: with gloo they run in a thread, and must not mix with other work on the user's group."""
-    if dist.get_backend(group) == "nccl":
+    backend = backend_of(group, device)
+    if backend is None:
+        raise ValueError(
+            f"the module is on {device}, which {dist.get_backend(group)} does not serve: move it there before wrapping, or initialise "
+            "the process group with another backend"
+        )
+    if backend == "nccl":
         return group
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return _new_group(ranks, timeout)
+    return new_group(ranks, timeout, of=group)
 
 
-def _new_group(ranks: list[int], timeout: timedelta) -> Any:
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-
-
-def _watch(param: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Registers a hook after accumulation, on frozen parameters too: they may be unfrozen.
+class _Hook:
+    """After accumulation: tells the wrapper of a parameter.
 
     It does not keep the wrapper alive: the garbage collector cannot see through a hook, and would never free either.
     """
-    method = WeakMethod(hook)
+
+    def __init__(self, wrapper: DataParallel) -> None:
+        self.wrapper = ref(wrapper)
 
     @untraced
-    def call(param: Tensor) -> None:
-        alive = method()
-        if alive is not None:
-            alive(param)
+    def __call__(self, param: Tensor) -> None:
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._ready(param)
 
+
+def _watch(param: Tensor, wrapper: DataParallel) -> None:
+    """Registers a hook, on frozen parameters too: they may be unfrozen. It takes the place of that of any wrapper before, for two that
+    write to one gradient at a time would spoil it."""
+    hooks = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+        before = hooks.pop(key).wrapper()
+        if before is not None:
+            before._replaced = True
     requires_grad = param.requires_grad
-    param.requires_grad_(True).register_post_accumulate_grad_hook(call)
+    param.requires_grad_(True).register_post_accumulate_grad_hook(_Hook(wrapper))
     param.requires_grad_(requires_grad)

@@ -102,7 +102,11 @@ def share_maxima(model: nn.Module, ranks: Ranks) -> None:
 
 def _send(tensor: Tensor, ranks: Ranks) -> None:
     """Broadcasts the bytes of a tensor of any dtype and strides, into the same memory."""
-    whole = tensor.detach().contiguous()
+    tensor = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:  # expanded: all its values along this dimension are one in memory
+            tensor = tensor.narrow(dim, 0, 1)
+    whole = tensor.contiguous()
     flat = whole.view(-1).view(torch.uint8) if whole.numel() else whole.new_empty(0, dtype=torch.uint8)
     ranks.broadcast(flat, PARAMETERS)
     if whole.data_ptr() != tensor.data_ptr():
