@@ -50,6 +50,28 @@ def test_everything_at_once(tmp_path, capsys, seed):
     assert float(fp32["resident_bytes"]) == pytest.approx(16, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--tokens", "0"), "'0' is no number from 1 on"),
+        (("--layers", "-1"), "'-1' is no number from 1 on"),
+        (("--micro-batch", "2,a"), "'a' is no number from 1 on"),
+        (("--micro-batches", "0"), "'0' is no number from 1 on"),
+        (("--shapes", "0x16"), "'0' is no number from 1 on"),
+        (("--shapes", "4096"), "'4096' is no list of inputs x outputs"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_anything_runs(option, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *TINY, *option])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_only_names_that_nothing_has(capsys):
+    assert main(["bench", "linear", *TINY, "--only", "octavio"]) == 2
+    assert "--only=octavio: no variant of linear has that in its name" in capsys.readouterr().err
+
+
 def test_micro_batches_recomputation_and_release(tmp_path, seed):
     path = tmp_path / "rows.csv"
     options = ("--only", "bf16,octavo", "--set", "model.recompute=full", "--csv", str(path))

@@ -175,8 +175,9 @@ def test_a_file_that_is_no_table(tmp_path, text, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="octavo bench --break-even"):
         convert(mlp(), break_even=BreakEven(table=tmp_path / "none.csv"))
-    with pytest.raises(ValueError, match="tokens=0"):
-        BreakEven(tokens=0)
+    for tokens in (0, "many"):
+        with pytest.raises(ValueError, match=f"tokens={tokens!r}"):
+            BreakEven(tokens=tokens)
 
 
 # --- what convert does with it

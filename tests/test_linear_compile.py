@@ -95,6 +95,28 @@ def test_compiled_trains_as_eager(seed):
     assert run(False) == run(True)
 
 
+@LEVELS
+def test_a_step_compiles_with_backward_in_it(recipe, seed):
+    """Backward, hooks and the optimizer run as they do in eager mode: Dynamo sees them from the compiled function."""
+
+    def run(compiled: bool) -> list[float]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe)
+
+        def step(x: Tensor) -> Tensor:
+            loss = F.mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        function = torch.compile(step, backend="aot_eager") if compiled else step
+        return [function(torch.randn(16, 32)).item() for _ in range(3)]
+
+    assert run(False) == run(True)
+
+
 def test_compiled_with_delayed_scales(seed):
     """The same windows as in eager mode, and two compilations: one for the warm-up and one for after it."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -496,6 +497,32 @@ def test_report_says_why_the_head_stays(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_serves_many_lengths(fused, seed):
+    from torch._dynamo.testing import CompileCounter
+
+    config = small(fused=fused)
+    model, counter = Transformer.build(config, "O2", seed=0), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (16, 32, 48, 64, 80, 96, 112, 128):
+        tokens, targets = batch(config, length=length)
+        assert_close(compiled(tokens, targets), model(tokens, targets))
+    assert counter.frame_count == 2  # one length, and any
+
+
+@pytest.mark.parametrize("grad_output", [None, E5M2])
+def test_a_loss_in_chunks_is_compiled_once_for_the_lengths_of_as_many_chunks(grad_output, seed):
+    from torch._dynamo.testing import CompileCounter
+
+    weight, counter = torch.randn(48, 32, requires_grad=True), CompileCounter()
+    options = {"chunk_elements": 48 * 32, "grad_output": grad_output}
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=counter)
+    for length in (65, 70, 81, 95):
+        x, targets = torch.randn(length, 32, requires_grad=True), torch.randint(48, (length,))
+        assert_close(compiled(x, weight, targets, **options), linear_cross_entropy(x, weight, targets, **options))
+    assert counter.frame_count == 2
+
+
 def test_compiled_model_gives_the_loss_and_gradients_of_the_plain_one(seed):
     config = small(dtype=torch.float32)
     model, plain = (Transformer.build(config, seed=seed) for _ in range(2))
@@ -505,6 +532,12 @@ def test_compiled_model_gives_the_loss_and_gradients_of_the_plain_one(seed):
         m(tokens, targets).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "n"), [((1, 0), 3), ((1, 4), -1), ((4,), 3)])
+def test_generation_needs_a_token_to_go_on_from(shape, n, seed):
+    with pytest.raises(ValueError, match="at least one token"):
+        Transformer(small()).generate(torch.zeros(shape, dtype=torch.int64), n)
 
 
 def test_generation(seed):

@@ -81,6 +81,8 @@ def bench(arguments: argparse.Namespace, say: Callable[[str], None] = print) -> 
     for name in names:
         say(f"\n{name}")
         _run(name, run, options, setup)
+    if not record.rows:
+        raise ValueError(f"--only={','.join(options.only)}: no variant of {', '.join(names)} has that in its name")
     if options.plot is not None:
         facts = record.conditions
         plot(

@@ -52,12 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modes", type=_names, metavar="NAMES", help="eager, compiled, graph (default all three; eager on a CPU)"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="kernels, linear: tokens (default 16384; 256 on a CPU)")
+    parser.add_argument(
+        "--tokens", type=_count, metavar="N", help="kernels, linear: tokens (default 16384; 256 on a CPU)"
+    )
     parser.add_argument(
         "--shapes", type=_shapes, metavar="LIST", help="linear: inputs x outputs, such as 4096x4096,4096x16384"
     )
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="block, optimizer: default 8, or 2 on a CPU; step: default all"
+        "--layers", type=_count, metavar="N", help="block, optimizer: default 8, or 2 on a CPU; step: default all"
     )
     parser.add_argument(
         "--micro-batch",
@@ -66,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="step: each of these, block: the first (default 8; 2 on a CPU)",
     )
     parser.add_argument(
-        "--micro-batches", type=int, default=1, metavar="N", help="step: of an optimizer step (default 1)"
+        "--micro-batches", type=_count, default=1, metavar="N", help="step: of an optimizer step (default 1)"
     )
 
 
@@ -74,10 +76,18 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(_count(part) for part in text.split(","))
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
     pairs = [part.split("x") for part in text.split(",")]
-    return [(int(inputs), int(outputs)) for inputs, outputs in pairs]
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of inputs x outputs, such as 4096x4096,4096x16384")
+    return [(_count(inputs), _count(outputs)) for inputs, outputs in pairs]

@@ -207,8 +207,10 @@ class BreakEven:
     """Shapes (inputs, outputs) of the layers of a fused block: its time decides for all, since one that is left takes the block apart."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens}: a layer sees at least one token")
+        if not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(
+                f"tokens={self.tokens!r} must be a whole number of at least one, which a layer sees in a forward"
+            )
 
     def speedup(self, inputs: int, outputs: int, capability: str) -> float | None:
         """Of FP8 over BF16 on devices of that name (see `capability_of`), of the block for one of its layers; None if not measured."""

@@ -38,6 +38,7 @@ from octavo.distributed.buckets import Bucket, Member, Reduction, assign
 from octavo.distributed.collectives import Ranks, backend_of, new_group
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
+from octavo.kernels.untraced import untraced
 from octavo.linear import FP8Linear
 from octavo.linear.storage import store_gradient
 from octavo.recipe import BASELINE, Recipe, get_recipe
@@ -391,6 +392,7 @@ class _Hook:
     def __init__(self, wrapper: DataParallel) -> None:
         self.wrapper = ref(wrapper)
 
+    @untraced
     def __call__(self, param: Tensor) -> None:
         wrapper = self.wrapper()
         if wrapper is not None:

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from octavo import kernels
+from octavo.kernels.untraced import untraced
 from octavo.linear.operand import (
     Hints,
     Operand,
@@ -63,6 +64,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
     guarded = once_differentiable(backward)
 
+    @untraced
     @wraps(backward)
     def choose(ctx: Any, *gradients: Tensor | None) -> Any:
         if not torch.is_grad_enabled():

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from octavo.kernels.untraced import untraced
 from octavo.linear.operand import scaled_gradient
 from octavo.linear.tracing import register_callbacks
 from octavo.tensor import ScaledTensor, uncast
@@ -62,6 +63,7 @@ def replaceable(param: Tensor) -> bool:
     return True
 
 
+@untraced
 def store_gradient(param: Tensor) -> None:
     """Hook after accumulation: turns a plain `param.grad` into an E4M3 ScaledTensor."""
     register_callbacks()

@@ -134,7 +134,11 @@ def _logits(x: Tensor, weight: Tensor, classes: int) -> Tensor:
 
 def _chunks(tokens: int, vocabulary: int, chunk_elements: int) -> list[slice]:
     size = chunk_tokens(vocabulary, chunk_elements)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    whole = (
+        tokens // size
+    )  # which alone the compiler takes for a constant, so that it compiles once for many numbers of tokens
+    chunks = [slice(size * index, size * (index + 1)) for index in range(whole)]
+    return chunks if tokens == size * whole else [*chunks, slice(size * whole, tokens)]
 
 
 class Gradients(Protocol):
@@ -187,7 +191,7 @@ def _over_chunks(
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     chunks = _chunks(len(x), len(w), chunk_elements)
     gradients: Gradients
-    if fmt is None or not chunks:
+    if fmt is None or len(x) == 0:
         gradients = PlainGradients(x, w, needs[0], needs[1])
     else:
         gradients = FP8Gradients(x, w, fmt, needs[0], needs[1], chunks[0].stop)

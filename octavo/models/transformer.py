@@ -180,8 +180,12 @@ class Transformer(nn.Module):
         """`tokens` int64 [B, T] followed by n sampled ones, [B, T + n]; `temperature` 0 takes the most probable.
 
         Each token costs a forward over the last `max_seq_len` tokens: there is no cache of keys and values. Blocks run
-        uncompiled, because every length would be compiled anew.
+        uncompiled, because every length would be compiled anew. Raises `ValueError` for sequences without a token, or a negative n.
         """
+        if tokens.ndim != 2 or tokens.shape[1] == 0 or n < 0:
+            raise ValueError(
+                f"tokens {list(tokens.shape)} must be [B, T] with at least one token to go on from, and n = {n} at least 0"
+            )
         with torch.compiler.set_stance("force_eager"):
             for _ in range(n):
                 logits = self(tokens[:, -self.config.max_seq_len :])[:, -1].float()

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import FP32
+from octavo.kernels.untraced import untraced
 from octavo.optim.adamw import AdamW
 from octavo.optim.clip import clip_factor, gradient_norms, scale_gradient
 from octavo.optim.devices import moved
@@ -202,6 +203,7 @@ class GradientRelease:
             self._pass = "none"
 
     @torch.no_grad()
+    @untraced
     def _finished(self, param: Tensor) -> None:
         """Hook: the gradient of `param` is whole."""
         grad = param.grad

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.formats import FP32, Format
+from octavo.kernels.untraced import untraced
 from octavo.tensor.storage import Storage, check_parts, fresh_scale
 from octavo.tensor.storage import uncast as uncast_parts
 
@@ -69,6 +70,7 @@ class ScaledTensor(Tensor):
         return cls._wrap(Storage(codes, scale, residual, block), codes, (), dtype, residual_on_add)
 
     @classmethod
+    @untraced
     def _wrap(
         cls, storage: Storage, codes: Tensor, path: tuple[Any, ...], dtype: torch.dtype, residual_on_add: bool
     ) -> ScaledTensor:
@@ -187,6 +189,7 @@ class ScaledTensor(Tensor):
         return names, (self.dtype, self.block, self.residual_on_add)
 
     @staticmethod
+    @untraced
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple, outer_size: Any, outer_stride: Any
     ) -> ScaledTensor:
@@ -201,6 +204,7 @@ class ScaledTensor(Tensor):
         return f"{type(self).__name__}{self.__tensor_flatten__()[1]}{layouts}{self.requires_grad}"
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

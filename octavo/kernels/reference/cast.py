@@ -135,7 +135,7 @@ def cast_transpose_amax(
 
 def transpose_codes(codes: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Transposed copy [Kp, Mp] of 1-byte `codes` [M, K], padded with zero codes to multiples of 16; in `out` if there is one."""
-    codes_t = pad_codes(codes.t())
+    codes_t = pad_codes(codes.t().clone(memory_format=torch.contiguous_format))
     return codes_t if out is None else out.copy_(codes_t)
 
 

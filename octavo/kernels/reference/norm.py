@@ -71,7 +71,7 @@ def norm_backward(
     dx *= rstd[:, None]
     if residual_grad is not None:
         dx += residual_grad.float()
-    dx = dx.to(x.dtype)
+    dx = dx.to(x.dtype).contiguous()
     return dx, dweight, dbias, largest(dx)
 
 
