@@ -19,7 +19,6 @@ With one rank nothing is registered and nothing happens: the wrapper calls the m
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,13 +34,12 @@ from torch.utils._pytree import tree_leaves
 from octavo.distributed.algorithms import Algorithm, hierarchical, nccl, two_shot
 from octavo.distributed.autoscale import AutoScale
 from octavo.distributed.buckets import Bucket, Member, Reduction, assign
-from octavo.distributed.collectives import Ranks, backend_of, new_group
+from octavo.distributed.collectives import Ranks, new_group
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
-from octavo.kernels.untraced import untraced
-from octavo.linear import FP8Linear
+from octavo.distributed.wrapping import device_of, own_group, recipe_of, scaled_parameters, watch, world_of
 from octavo.linear.storage import store_gradient
-from octavo.recipe import BASELINE, Recipe, get_recipe
+from octavo.recipe import Recipe, get_recipe
 
 
 class DataParallel(nn.Module):
@@ -80,12 +78,12 @@ class DataParallel(nn.Module):
             raise ValueError(f"bucket_mb={bucket_mb}, check_every={check_every} and timeout={timeout} must be positive")
         self.module = module
         self.register_load_state_dict_pre_hook(_add_prefix)
-        self.recipe = _recipe_of(module) if recipe is None else get_recipe(recipe)
+        self.recipe = recipe_of(module) if recipe is None else get_recipe(recipe)
         self._bucket_bytes, self._check_every = int(bucket_mb * 2**20), check_every
         self._timeout = timedelta(seconds=timeout)
         self.wire: Counter[str] = Counter()
         """Bytes that this rank has sent since the start, by kind."""
-        self.world = _world_of(group)
+        self.world = world_of(group)
         self._sync, self._replaced = True, False
         self.autoscale = AutoScale([], 1)
         """µ of the converted weights, by name."""
@@ -95,12 +93,12 @@ class DataParallel(nn.Module):
             self._open(group, node_size)
 
     def _open(self, group: Any, node_size: int | None) -> None:
-        device = _device_of(self.module)
-        ranks = Ranks(_own_group(group, device, self._timeout), self.wire)
+        device = device_of(self.module)
+        ranks = Ranks(own_group(group, device, self._timeout), self.wire)
         self.ranks = ranks
         check_alike(self.module, ranks, self._describe(node_size))
         send_from_first(self.module, ranks)
-        scaled = {id(p) for p in _scaled_parameters(self.module)}
+        scaled = {id(p) for p in scaled_parameters(self.module)}
         self._members: list[Member] = []
         for name, param in self.module.named_parameters():
             if param.is_complex():
@@ -127,7 +125,7 @@ class DataParallel(nn.Module):
         self._in_backward, self._launched, self._passes = False, 0, 0
         self._finisher: Callable[[], Any] = ref(self._finish)
         for member in self._members:
-            _watch(member.param, self)
+            watch(member.param, self)
 
     def _describe(self, node_size: int | None) -> str:
         """What must not differ between the ranks, beside the module: they would wait for each other in different collectives."""
@@ -332,81 +330,3 @@ def _add_prefix(wrapper: Any, state: dict[str, Any], prefix: str, metadata: dict
     wrapper._check_loading(metadata.get("assign_to_params_buffers", False))
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
-def _world_of(group: Any) -> int:
-    """The number of ranks. Raises `ValueError` where there are others that this process does not know, or is not one of."""
-    if not (dist.is_available() and dist.is_initialized()):
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group, so every rank would train a model of its own: "
-                "call torch.distributed.init_process_group() before wrapping"
-            )
-        return 1
-    world = dist.get_world_size(group)
-    if world < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group: wrap the model on the ranks of the group only")
-    return world
-
-
-def _recipe_of(module: nn.Module) -> Recipe:
-    return next((layer.recipe for layer in module.modules() if isinstance(layer, FP8Linear)), BASELINE)
-
-
-def _scaled_parameters(module: nn.Module) -> list[Tensor]:
-    """Weights whose gradients are stored in FP8."""
-    layers = [layer for layer in module.modules() if isinstance(layer, FP8Linear)]
-    return [layer.weight for layer in layers if layer.gradient_format is not None and layer.weight.is_leaf]
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    devices = {str(param.device): name for name, param in module.named_parameters()}
-    if len(devices) > 1 or "meta" in devices:
-        places = " and ".join(f"{name} on {device}" for device, name in list(devices.items())[:2])
-        raise ValueError(
-            f"the module has {places}: each rank holds the whole model on one real device, so move it there first"
-        )
-    return torch.device(next(iter(devices), "cpu"))
-
-
-def _own_group(group: Any, device: torch.device, timeout: timedelta) -> Any:
-    """A group for the reductions alone: with gloo they run in a thread, and must not mix with other work on the user's group."""
-    backend = backend_of(group, device)
-    if backend is None:
-        raise ValueError(
-            f"the module is on {device}, which {dist.get_backend(group)} does not serve: move it there before wrapping, or initialise "
-            "the process group with another backend"
-        )
-    if backend == "nccl":
-        return group
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return new_group(ranks, timeout, of=group)
-
-
-class _Hook:
-    """After accumulation: tells the wrapper of a parameter.
-
-    It does not keep the wrapper alive: the garbage collector cannot see through a hook, and would never free either.
-    """
-
-    def __init__(self, wrapper: DataParallel) -> None:
-        self.wrapper = ref(wrapper)
-
-    @untraced
-    def __call__(self, param: Tensor) -> None:
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._ready(param)
-
-
-def _watch(param: Tensor, wrapper: DataParallel) -> None:
-    """Registers a hook, on frozen parameters too: they may be unfrozen. It takes the place of that of any wrapper before, for two that
-    write to one gradient at a time would spoil it."""
-    hooks = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
-        before = hooks.pop(key).wrapper()
-        if before is not None:
-            before._replaced = True
-    requires_grad = param.requires_grad
-    param.requires_grad_(True).register_post_accumulate_grad_hook(_Hook(wrapper))
-    param.requires_grad_(requires_grad)
