@@ -21,8 +21,8 @@ NORMS = (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)
 class FusedBlock(Block):
     """`Block`, for layers converted to FP8.
 
-    It is that block while one of them is not, somebody listens inside or has put in modules of another class, or autocast asks for
-    another dtype than that of the residual stream.
+    It runs as `Block` does while one of its layers is not converted, a module in it has a hook or was replaced by one of another class, or
+    autocast asks for another dtype than that of the residual stream.
     """
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -33,20 +33,20 @@ class FusedBlock(Block):
             kind, up, recompute = "swiglu", ffn.gate_up, ffn.recompute
         else:  # the user's own
             return super().forward(x, cos, sin, mask)
-        norms = (self.attention_norm, self.ffn_norm)
-        if type(attention) is not Attention or any(type(norm) not in NORMS for norm in norms):
-            return super().forward(x, cos, sin, mask)
-        if (
-            x.numel() == 0
-            or is_customised(attention, ffn)
-            or not can_fuse(*norms, attention.qkv, attention.out, up, ffn.out)
-        ):
-            return super().forward(x, cos, sin, mask)
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
+        if not self._fuses(x, up):
             return super().forward(x, cos, sin, mask)
         heads = Heads(attention.n_heads, attention.kv_heads, attention.head_dim)
         table = (cos, sin) if attention.rotary else None
         q, k, v, x = norm_heads(x, self.attention_norm, attention.qkv, heads, table)
         addend = projection(attention.mix(q, k, v, mask).flatten(0, 1), attention.out)
         return feed_forward(x, self.ffn_norm, up, ffn.out, kind, addend=addend, recompute=recompute)
+
+    def _fuses(self, x: Tensor, up: nn.Linear) -> bool:
+        """Whether the fused functions do what the modules of this block would do with x; `up` is the first layer of its feed-forward."""
+        attention, norms, device = self.attention, (self.attention_norm, self.ffn_norm), x.device.type
+        if type(attention) is not Attention or any(type(norm) not in NORMS for norm in norms):
+            return False
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
+            return False
+        layers = (attention.qkv, attention.out, up, self.ffn.out)
+        return x.numel() > 0 and not is_customised(attention, self.ffn) and can_fuse(*norms, *layers)
