@@ -76,13 +76,14 @@ def test_as_close_to_fp32_as_separate_layers(dialect, recipe, seed):
 def test_in_fp32_nothing_but_last_bits_differs(dialect, seed):
     """The fused kernels round to the compute dtype first: where that is exact, so is the rest, but for codes on an edge.
 
-    In one batch of a hundred a value lies so near to one that its code differs, and with it what is computed from it.
+    In up to four models of a hundred a value lies so near to one that its code differs, and with it what is computed from it; batches share
+    tokens, so in all of them. Hence five models.
     """
     worst = []
-    for _ in range(3):
+    for number in range(5):
         tokens = batch()
         (plain, separate), (loss, fused) = (
-            gradients(model(dialect, "O1", seed, fused=f, dtype=torch.float32), tokens) for f in (False, True)
+            gradients(model(dialect, "O1", seed + number, fused=f, dtype=torch.float32), tokens) for f in (False, True)
         )
         assert abs(loss - plain) < 1e-3
         worst.append(max(error(fused[name], separate[name]) for name in separate))
