@@ -126,6 +126,10 @@ class Recipe:
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"recipe {self.name!r}: {reason}")
 
+    def fuses(self, compiled: bool) -> bool:
+        """Whether its layers can run in fused blocks: the compiler cannot trace delayed scaling there."""
+        return self.scaling == "current" or not compiled
+
     @property
     def converts(self) -> bool:
         """Whether layers are converted at all."""

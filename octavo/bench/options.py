@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--only",
-        type=_names,
+        type=names,
         default=(),
         metavar="NAMES",
         help="variants whose name contains one of these, such as bf16,octavo; with --break-even, layer or block",
     )
     parser.add_argument(
-        "--modes", type=_names, metavar="NAMES", help="eager, compiled, graph (default all three; eager on a CPU)"
+        "--modes", type=names, metavar="NAMES", help="eager, compiled, graph (default all three; eager on a CPU)"
     )
     parser.add_argument(
         "--tokens", type=_count, metavar="N", help="kernels, linear: tokens (default 16384; 256 on a CPU)"
@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
+    """The parts of a comma-separated list."""
     return tuple(name.strip() for name in text.split(","))
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from octavo.bench.options import add_arguments as add_bench_arguments
+from octavo.bench.options import names
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -92,14 +93,14 @@ def _add_eval(commands: Commands) -> None:
     add = evaluation.add_argument
     add("models", nargs="*", metavar="MODEL", help="run of octavo train, or Hugging Face folder")
     add("--tasks", metavar="FOLDER|hub", help="the nine zero-shot tasks, from JSON lines or the hub")
-    add("--only", type=_names, metavar="NAMES", help="tasks to take, such as piqa,copa")
+    add("--only", type=names, metavar="NAMES", help="tasks to take, such as piqa,copa")
     add("--text", metavar="PATH", help="text file or folder for perplexity")
     add("--corpus", metavar="FOLDER", help="prepared corpus for the loss on held-out documents")
     add("--limit", type=int, metavar="N", help="first N items of each task, windows of each text")
     add(
         "--recipe",
         dest="recipes",
-        type=_names,
+        type=names,
         default=(),
         metavar="NAMES",
         help="such as bf16,O2; default: the model's own",
@@ -147,7 +148,3 @@ def _add_bench(commands: Commands) -> None:
         description="Kernels, layers, blocks, steps and optimizers of octavo and its peers: see docs/benchmarks.md.",
     )
     add_bench_arguments(bench)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]

@@ -66,7 +66,7 @@ def is_customised(*modules: nn.Module) -> bool:
 
 def _fits(module: nn.Module) -> bool:
     if isinstance(module, FP8Linear):
-        scales = module.recipe.scaling == "current" or not is_compiling()
+        scales = module.recipe.fuses(is_compiling())
         return scales and not module.input_first and module.stats is None
     return isinstance(module, Norm) and module.weight is not None and module.weight.dim() == 1
 

@@ -102,7 +102,7 @@ class Setup:
     @property
     def fusible(self) -> bool:
         """Whether blocks run through the functions of `octavo.linear.fused` once all their layers are converted."""
-        return self.model.fused and (self.recipe.scaling == "current" or not self.compiled)
+        return self.model.fused and self.recipe.fuses(self.compiled)
 
     @property
     def fused(self) -> bool:

@@ -86,8 +86,7 @@ def build_model(
     fill = None
     if source is not None:
         fill = _zero if resumed else DecoderValues(source, shape)
-    fusible = shape.fused and (config.recipe.scaling == "current" or not config.train.compile)
-    if fusible and isinstance(break_even, BreakEven):
+    if shape.fused and config.recipe.fuses(config.train.compile) and isinstance(break_even, BreakEven):
         break_even = replace(break_even, together=_block_shapes(shape))
     with deciding_by(break_even):
         return Transformer.build(shape, recipe=config.recipe, device=device, seed=config.seed, fill=fill)
