@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/reduce_step.py --micro-batch 1 8 --csv OUT.csv       # NCCL on GPUs
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/reduce_step.py --size tiny --micro-batch 1
 
-A step is forward, backward, clipping and AdamW of `--layers` fused blocks in O2, compiled or `--eager` (which asks less of the host, and so
-is faster over few tokens), with a small vocabulary, so that nearly all gradients are those of converted weights. `none` leaves the sum
+A step is forward, backward, clipping and AdamW of `--layers` fused blocks in O2, compiled, `--eager` or replayed from a CUDA `--graph` (which
+asks the least of the host, and so is the fastest over few tokens), with a small vocabulary, so that nearly all gradients are those of converted weights. `none` leaves the sum
 out (`no_sync`): what a row takes beyond it is what computation does not hide. Median and 10th-90th percentile of the slowest rank's
 milliseconds, bytes that a rank sends a step.
 """
@@ -18,15 +18,18 @@ import dataclasses
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import octavo
 from octavo.distributed.launch import join
 from octavo.models import SIZES, Transformer
 from octavo.recipe import O2
+from octavo.train.graph import StepGraph
 
 REDUCTIONS = ("none", "two_shot", "nccl", "bf16", "fp32")
 VOCABULARY = 4096
@@ -43,18 +46,28 @@ def measure(
     plain, optimizer = octavo.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-5), recipe)
     assert optimizer is not None
     parallel = octavo.DataParallel(plain, bucket_mb=bucket_mb)
-    compiled = device.type == "cuda" and not arguments.eager
+    compiled = device.type == "cuda" and not (arguments.eager or arguments.graph)
     if compiled:
         model.compile_blocks()
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(VOCABULARY, (micro_batch, config.max_seq_len + 1), device=device)
+    batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
+
+    def work(given: Iterable[tuple[Tensor, ...]]) -> Tensor:
+        (batch,) = given
+        with parallel.no_sync() if reduction == "none" else contextlib.nullcontext():
+            loss = parallel(*batch)
+            loss.backward()
+        return loss.detach()
+
+    after = parallel.replayed if reduction != "none" else lambda: None
+    graph = StepGraph(work, model.parameters(), after_replay=after) if arguments.graph else None
     slowest = torch.zeros((), dtype=torch.float64, device=device)
     times, sent = [], 0
     for repeat in range(arguments.repeats + 4):
         dist.barrier()
         before, start = parallel.wire.total(), time.perf_counter()
-        with parallel.no_sync() if reduction == "none" else contextlib.nullcontext():
-            parallel(tokens[:, :-1], tokens[:, 1:]).backward()
+        (graph or work)(batches)
         octavo.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -65,11 +78,13 @@ def measure(
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if repeat >= 4:
             times.append(1e3 * slowest.item())
+    if graph is not None:
+        graph.close()
     times.sort()
     return {
         "reduction": reduction,
         "bucket_mb": bucket_mb,
-        "mode": "compiled" if compiled else "eager",
+        "mode": "graph" if graph else "compiled" if compiled else "eager",
         "ranks": dist.get_world_size(),
         "layers": f"{layers} of {size}",
         "tokens_per_rank": micro_batch * config.max_seq_len,
@@ -92,6 +107,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(REDUCTIONS), choices=REDUCTIONS)
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[128.0], help="of DataParallel")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--csv")
     arguments = parser.parse_args()
     place = join("auto")

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 
 import pytest
 import ranks
@@ -35,6 +36,7 @@ from octavo import DataParallel
 from octavo.convert import convert
 from octavo.distributed import CollectiveError
 from octavo.distributed.emulate import reduce_emulated
+from octavo.distributed.replicas import CHECKS, PARAMETERS
 from octavo.formats import E4M3, NumericsError
 from octavo.linear import FP8Linear
 from octavo.optim import clip_grad_norm_
@@ -785,6 +787,32 @@ def drifts(seed: int) -> str:
 
 def test_drift_is_found_and_named(seed):
     everywhere(3, drifts, seed)
+
+
+def replays(seed: int) -> str:
+    rank = dist.get_rank()
+    model = DataParallel(build(seed), check_every=2)
+    loss_of(model, batch(seed, rank)).backward()
+    sent = model.wire.copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataParallel, "_is_recorded", lambda self: True)
+        model.zero_grad()
+        loss_of(model, batch(seed + 1, rank)).backward()
+    assert +model.wire == sent and model._passes == 1  # a recording sends nothing
+    model.module[3].weight.codes.view(torch.int16)[1, 2] += rank
+    before = model.wire.copy()
+    with pytest.raises(NumericsError, match="3.weight") as caught:
+        model.replayed()
+    checks = Counter({CHECKS: model.wire[CHECKS] - before[CHECKS]})
+    assert checks.total() > 0
+    one = sent - Counter({kind: sent[kind] for kind in (PARAMETERS, "setup")})
+    assert model.wire - before - checks == one
+    return str(caught.value)
+
+
+def test_a_replay_counts_as_the_pass_that_was_recorded(seed):
+    """In bytes, and for the comparison of parameters."""
+    everywhere(2, replays, seed)
 
 
 def wrong_arguments() -> None:

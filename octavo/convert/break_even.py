@@ -30,7 +30,7 @@ TOKENS = 16_384
 LAYER, BLOCK = "layer", "block"
 """What is measured: one linear layer; or a fused block, with the model's dim as inputs and the features of its widest layer as outputs."""
 EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
-"""A CUDA graph stands for a single layer without launches; blocks are compiled as the trainer compiles them, launches included."""
+"""A CUDA graph shows a layer or a block without launches; blocks are also compiled as the trainer compiles them, launches included."""
 
 Grid = dict[float, dict[float, dict[float, float]]]
 """Log speedup by the logs of aspect, side and tokens."""
@@ -46,7 +46,7 @@ class Measurement:
     """Of the device, such as 9.0; `cpu` for a CPU."""
     device: str
     mode: str
-    """`eager`; or `graph` for a layer, `compiled` for a block."""
+    """`eager` or `graph`; or `compiled` for a block."""
     tokens: int
     inputs: int
     outputs: int
@@ -200,11 +200,13 @@ class BreakEven:
     tokens: int = TOKENS
     """That a layer sees in one forward: sequences of a micro-batch times their length."""
     compiled: bool = False
-    """The layers will run under `torch.compile` or in a CUDA graph."""
+    """The layers will run under `torch.compile`."""
     table: str | Path | None = None
     """A file of `octavo bench --break-even`; None is octavo's own measurements."""
     together: tuple[tuple[int, int], ...] = ()
     """Shapes (inputs, outputs) of the layers of a fused block: its time decides for all, since one that is left takes the block apart."""
+    graph: bool = False
+    """The layers will be replayed from a CUDA graph, without launches."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int) or self.tokens < 1:
@@ -225,12 +227,13 @@ class BreakEven:
         table = find_table(capability, None if self.table is None else Path(self.table))
         if table is None:
             return None, ""
-        mode = GRAPH if self.compiled else EAGER
+        mode = GRAPH if self.compiled or self.graph else EAGER
         if (inputs, outputs) not in self.together:
             return table.speedup(self.tokens, inputs, outputs, mode), f"{inputs:,} → {outputs:,}"
         dim, widest = max(self.together, key=lambda shape: shape[1])
-        block = table.speedup(self.tokens, dim, widest, COMPILED if self.compiled else EAGER, BLOCK)
-        if block is not None:
+        whole = GRAPH if self.graph else COMPILED if self.compiled else EAGER
+        block = table.speedup(self.tokens, dim, widest, whole, BLOCK)
+        if block is not None and (not self.graph or GRAPH in table.modes(BLOCK)):
             return block, f"a fused block whose widest layer is {dim:,} → {widest:,}"
         bf16 = fp8 = 0.0
         for k, n in self.together:
@@ -245,9 +248,13 @@ class BreakEven:
         if speedup is None or speedup >= 1:
             return None
         return TooSlow(
-            f"FP8 has {speedup:.3g}× the speed of BF16 at {self.tokens:,} tokens, {what}, {'compiled' if self.compiled else 'eager'} "
+            f"FP8 has {speedup:.3g}× the speed of BF16 at {self.tokens:,} tokens, {what}, {self._way} "
             f"(measured at compute capability {capability}); break_even=False converts it"
         )
+
+    @property
+    def _way(self) -> str:
+        return "in a CUDA graph" if self.graph else "compiled" if self.compiled else "eager"
 
 
 def named(shapes: Iterable[tuple[int, int]]) -> str:

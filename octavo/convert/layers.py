@@ -45,7 +45,7 @@ def convert(
             routers, layers with a side under 32 and those that FP8 slows down; the backward of output heads becomes FP8 if the recipe
             has `head_grad_output`). `convert_report` tells what was skipped and why.
         break_even: which layers FP8 slows down. True takes octavo's own measurements, at 16,384 tokens and not compiled;
-            `octavo.BreakEven(tokens=…, compiled=…, table=…)` says what is the case. Where the device that holds the
+            `octavo.BreakEven(tokens=…, compiled=…, graph=…, table=…)` says what is the case. Where the device that holds the
             weight was not measured, which includes every CPU, none is left for its speed. False leaves none anywhere.
 
     Converting again with the same recipe changes nothing, except that a new filter or another `break_even` may add layers. A
@@ -223,7 +223,7 @@ def _tell_of_slow(chosen: list[str], skipped: dict[str, str]) -> None:
         fqn, reason = next(iter(slow.items()))
         warnings.warn(
             f"{len(slow)} of {len(slow) + len(chosen)} linear layers stay as they are, the first {fqn}: {reason}, and "
-            "break_even=octavo.BreakEven(tokens=..., compiled=True) judges them as they run under torch.compile or in a CUDA graph",
+            "break_even=octavo.BreakEven(tokens=..., compiled=True) judges them as they run under torch.compile, and graph=True in a graph",
             stacklevel=_depth_of_user(),
         )
 

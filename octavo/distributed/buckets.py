@@ -117,6 +117,11 @@ class Bucket:
         """Give gradients to parameters that had none here and have one elsewhere. Only then the host waits for the device."""
         if any(self.absent):
             assert self.present is not None
+            if self.present.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.members[self.absent.index(True)].name} has no gradient here, and a CUDA graph cannot ask whether another rank "
+                    "has one: freeze it, or train without a graph"
+                )
             for member, grad, absent, present in zip(
                 self.members, self.grads, self.absent, self.present.tolist(), strict=True
             ):

@@ -123,6 +123,7 @@ class DataParallel(nn.Module):
         self._place: dict[int, tuple[Bucket, int]] = {}
         self._running: list[Future[None]] = []
         self._in_backward, self._launched, self._passes = False, 0, 0
+        self._wire_before, self._recorded = Counter(self.wire), Counter[str]()
         self._finisher: Callable[[], Any] = ref(self._finish)
         for member in self._members:
             watch(member.param, self)
@@ -211,7 +212,7 @@ class DataParallel(nn.Module):
         if self._replaced or not self._sync or self._running_pass():
             return
         self._rebuild_if_frozen()
-        self._in_backward, self._launched = True, 0
+        self._in_backward, self._launched, self._wire_before = True, 0, self.wire.copy()
         self._running.clear()
         for bucket in self._buckets:
             bucket.start()
@@ -284,6 +285,23 @@ class DataParallel(nn.Module):
             share_maxima(self.module, self.ranks)
         finally:
             self._in_backward = False
+        if self._is_recorded():
+            self._recorded = self.wire - self._wire_before
+            self.wire.subtract(self._recorded)  # nothing has been sent yet
+        else:
+            self._end_pass()
+
+    def _is_recorded(self) -> bool:
+        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+
+    def replayed(self) -> None:
+        """To be called after each replay of a CUDA graph that holds a synchronising pass, the last one that was recorded: counts the bytes
+        that it sends, and compares the parameters when it is time to (`check_every`), with the errors of a backward."""
+        if self.world > 1:
+            self.wire.update(self._recorded)
+            self._end_pass()
+
+    def _end_pass(self) -> None:
         self._passes += 1
         if self._check_every and self._passes % self._check_every == 0:
             check_equal(self.module, self.ranks)

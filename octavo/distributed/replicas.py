@@ -89,7 +89,10 @@ def share_maxima(model: nn.Module, ranks: Ranks) -> None:
     device = layers[0].weight.device
     missing = [not scaling.takes_part for scaling in scalings]
     pending = torch.stack([scaling.pending.to(device) for scaling in scalings])
-    recorded = torch.tensor([float(not m) for m in missing]).to(device, non_blocking=True)
+    recorded = torch.ones_like(pending)
+    for value, gone in zip(recorded.unbind(), missing, strict=True):
+        if gone:
+            value.zero_()
     both = torch.cat([pending, recorded])
     ranks.all_reduce(both, dist.ReduceOp.MAX, SCALES)
     for scaling, value in zip(scalings, both[: len(scalings)].unbind(), strict=True):

@@ -74,6 +74,7 @@ def setup_of(config: TrainConfig, capability: str = "9.0") -> Setup:
         config.optim.release,
         table=config.model.break_even,
         capability=capability,
+        graph=config.train.graph,
     )
 
 

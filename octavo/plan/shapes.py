@@ -45,6 +45,8 @@ class Setup:
     """Measurements that decide which layers stay as they are for their speed: a file, `auto` for octavo's own; None converts all."""
     capability: str = "9.0"
     """Compute capability of the GPU that is planned for."""
+    graph: bool = False
+    """Steps are replayed from a CUDA graph."""
 
     @property
     def tokens(self) -> int:
@@ -83,7 +85,8 @@ class Setup:
         if self.table is None or not self.recipe.converts:
             return False
         table = None if self.table == "auto" else self.table
-        speedup = BreakEven(self.tokens, self.compiled, table, together).speedup(*shape, self.capability)
+        rule = BreakEven(self.tokens, self.compiled, table, together, self.graph)
+        speedup = rule.speedup(*shape, self.capability)
         return speedup is not None and speedup < 1
 
     def converted(self, name: str) -> bool:

@@ -159,6 +159,9 @@ class LoopConfig:
     """Micro-batches whose gradients are summed before each optimizer step."""
     compile: bool = False
     """`torch.compile` each block."""
+    graph: bool = False
+    """Replay forward and backward of a step from a CUDA graph, on a GPU that would otherwise wait for the host: with small models or few
+    tokens. A step that counts (`log.stats_every`) runs without it, and needs its memory beside that of the graph."""
     deterministic: bool = False
     """Ask PyTorch for deterministic kernels where it has the choice; slower."""
     eval_every: int | None = 250
@@ -248,12 +251,18 @@ class TrainConfig:
             raise ValueError(
                 "data.documents=separate needs model.as=decoder: models of transformers see whole sequences"
             )
+        if self.train.graph and self.optim.release != "none":
+            raise ValueError(
+                f"train.graph replays backward without the host, which optim.release={self.optim.release} needs there: use one of the two"
+            )
 
     @property
     def break_even(self) -> BreakEven | None:
         """The rule of `model.break_even` for this run."""
         table, tokens = self.model.break_even, self.data.seq_len * self.data.micro_batch
-        return None if table is None else BreakEven(tokens, self.train.compile, None if table == "auto" else table)
+        if table is None:
+            return None
+        return BreakEven(tokens, self.train.compile, None if table == "auto" else table, graph=self.train.graph)
 
     @property
     def tokens_per_step(self) -> int:

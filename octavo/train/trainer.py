@@ -20,6 +20,7 @@ import contextlib
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from octavo.optim import clip_grad_norm_
 from octavo.settings import to_dict
 from octavo.train import checkpoint, checkpoint_folder
 from octavo.train.config import TrainConfig
-from octavo.train.data import Data
+from octavo.train.data import Batch, Data
+from octavo.train.graph import build_graph
 from octavo.train.ledger import StepLedger
 from octavo.train.metrics import peak_of, read_metrics, smoothed_loss
 from octavo.train.reports import Reports
@@ -125,6 +127,7 @@ class Trainer:
         if self.place.rank:
             torch.manual_seed(config.seed + self.place.rank)  # dropout differs between the ranks
         self._release = build_release(config, self.model, self.optimizer)
+        self._graph = build_graph(config, self.device, self._forward_backward, self.parallel)
         if found is not None:
             self._load(found, meta)
         if config.train.compile:
@@ -168,7 +171,8 @@ class Trainer:
         """
         config, reports = self.config, self._reports
         self.place.on_first(self._prepare_folder)
-        with reports.open(), deterministic(config.train.deterministic), stop_on_signal() as stop:
+        closing = contextlib.nullcontext() if self._graph is None else contextlib.closing(self._graph)
+        with closing, reports.open(), deterministic(config.train.deterministic), stop_on_signal() as stop:
             if self._left:
                 reports.note(
                     f"FP8 is slower for layers {named(self._left)}: they stay as they are (model.break_even=none converts them)"
@@ -223,18 +227,16 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        losses: list[Tensor] = []
+        batches = (self.data.next_batch() for _ in range(config.train.micro_batches))
         count = config.recipe.converts and _due(self.step, config.log.stats_every)
         with self._reports.counting() if count else contextlib.nullcontext():
-            for number in range(1, config.train.micro_batches + 1):
-                last = number == config.train.micro_batches
-                with contextlib.nullcontext() if last else self.parallel.no_sync():
-                    loss = self.parallel(*self.data.next_batch()) / config.train.micro_batches
-                    if self._release is None:
-                        loss.backward()
-                    else:
-                        norm = self._release.step(loss)
-                losses.append(loss.detach())
+            if self._release is not None:
+                loss = self.parallel(*next(batches))
+                norm, losses = self._release.step(loss), loss.detach()
+            elif self._graph is None or count:
+                losses = self._forward_backward(batches)
+            else:
+                losses = self._graph(list(batches))
         if self._release is None:
             norm = clip_grad_norm_(
                 self.model.parameters(), math.inf if config.optim.clip is None else config.optim.clip
@@ -244,7 +246,17 @@ class Trainer:
             self._reports.memory = memory_report(self.model, self.optimizer)
         if self._release is None:
             self.optimizer.step()
-        self._reports.ledger.add(self.step, lr, torch.stack(losses).sum(), norm, self.optimizer.skipped_steps)
+        self._reports.ledger.add(self.step, lr, losses.sum(), norm, self.optimizer.skipped_steps)
+
+    def _forward_backward(self, batches: Iterable[Batch]) -> Tensor:
+        """Gradients of the mean over all micro-batches of a step; their losses, divided by their number, FP32 [micro_batches]."""
+        count, losses = self.config.train.micro_batches, []
+        for number, batch in enumerate(batches, 1):
+            with contextlib.nullcontext() if number == count else self.parallel.no_sync():
+                loss = self.parallel(*batch) / count
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
 
     @torch.no_grad()
     def validation_loss(self) -> float:

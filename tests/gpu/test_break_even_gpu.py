@@ -1,4 +1,4 @@
-"""The break-even of a GPU: layers measured eager and in a CUDA graph, blocks eager and compiled, and both obeyed on that GPU."""
+"""The break-even of a GPU: layers and blocks measured eager and in a CUDA graph, blocks compiled too, and both obeyed on that GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ def test_what_is_measured_decides(monkeypatch, tmp_path, seed):
     path = tmp_path / "table.csv"
     assert main(["bench", "--device", "cuda", "--break-even", str(path)]) == 0
     table = find_table(capability_of(torch.device("cuda")), path)
-    assert table is not None and table.modes() == ["eager", "graph"] and table.modes(BLOCK) == ["compiled", "eager"]
-    assert [one.what for one in table.measurements] == [LAYER] * 16 + [BLOCK] * 8
+    assert (
+        table is not None
+        and table.modes() == ["eager", "graph"]
+        and table.modes(BLOCK) == ["compiled", "eager", "graph"]
+    )
+    assert [one.what for one in table.measurements] == [LAYER] * 16 + [BLOCK] * 12
     for one in table.measurements:
         together = ((one.inputs, one.inputs), (one.inputs, one.outputs)) if one.what == BLOCK else ()
-        rule = BreakEven(one.tokens, one.mode != "eager", path, together)
+        rule = BreakEven(one.tokens, one.mode == "compiled", path, together, one.mode == "graph")
         layer = nn.Sequential(nn.Linear(one.inputs, one.outputs, device="cuda", dtype=torch.bfloat16))
         convert(layer, break_even=rule)
         assert convert_report(layer)[0].converted == (one.speedup >= 1)

@@ -1,0 +1,140 @@
+"""Forward and backward of a step as one CUDA graph: the host launches it as a whole, and not its thousands of kernels one by one.
+
+The first steps run as they are, on the stream of the graph, so that kernels are compiled and libraries have their memory. The next one
+is recorded (nothing runs meanwhile) and replayed, and so is every step after it: a recorded step is a step of training like any other,
+with the same kernels on the same numbers, random ones too.
+
+A replay reads its inputs and leaves its gradients where the recording did, in memory that belongs to the graph. Between two replays
+`p.grad` may be scaled, replaced or set to None: each replay hands out gradients anew. Parameters have to stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.distributed import DataParallel
+from octavo.recipe import Recipe
+from octavo.scaling import DelayedScaling
+from octavo.tensor import ScaledTensor
+from octavo.train.config import TrainConfig
+from octavo.train.data import Batch
+
+WARMUP = 3
+"""Steps before the one that is recorded."""
+
+Work = Callable[[Iterable[Batch]], Tensor]
+"""(batches) → losses: forward and backward of all micro-batches of a step, without a wait for the device. Gradients are None before it."""
+
+
+def steps_before(recipe: Recipe) -> int:
+    """How many steps to take before one is recorded: until delayed scales come from the past, if they do."""
+    return WARMUP if recipe.scaling == "current" else DelayedScaling().warmup + 1
+
+
+def build_graph(config: TrainConfig, device: torch.device, work: Work, parallel: DataParallel) -> StepGraph | None:
+    """The graph of a run's steps, if the config wants one. Raises `ValueError` for a device without graphs."""
+    if not config.train.graph:
+        return None
+    if device.type != "cuda":
+        raise ValueError(f"train.graph=true needs a GPU, and this run is on {device}: set it to false")
+    return StepGraph(work, parallel.parameters(), steps_before(config.recipe), parallel.replayed)
+
+
+class StepGraph:
+    """The `work` of a step over `parameters`, recorded after `warmup` calls and replayed from then on.
+
+    `after_replay` is called when a replay is on its way, for what `work` does on the host. Calls differ in the values of their batches,
+    never in shapes: a batch of another shape is a `ValueError`. `work` that cannot be recorded, as it waits for the device, is a
+    `RuntimeError`.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        parameters: Iterable[Tensor],
+        warmup: int = WARMUP,
+        after_replay: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.work, self.parameters, self.remaining = work, list(parameters), warmup
+        self.after_replay = after_replay
+        self.stream = torch.cuda.Stream()
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batches: Sequence[Batch]) -> Tensor:
+        """The losses; gradients are in `p.grad`. The memory of the losses is written again by the next call."""
+        if self.graph is None and self.remaining > 0:
+            self.remaining -= 1
+            return self._run(batches)
+        if self.graph is None:
+            self.graph = self._record(batches)
+        for own, batch in zip(self._batches, batches, strict=True):
+            for static, value in zip(own, batch, strict=True):
+                if static.shape != value.shape:
+                    raise ValueError(
+                        f"a batch has the shape {tuple(value.shape)}, and the recorded step {tuple(static.shape)}: give it batches of one "
+                        "shape, or train without a graph"
+                    )
+                static.copy_(value)
+        self.graph.replay()
+        for parameter, parts in self._gradients:
+            parameter.grad = _whole(parts)
+        self.after_replay()
+        return self._losses
+
+    def close(self) -> None:
+        """Gives the graph up; the next call records another. A process group of NCCL is not destroyed before the graphs that use it."""
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
+    def _run(self, batches: Sequence[Batch]) -> Tensor:
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            losses = self.work(batches)
+        main.wait_stream(self.stream)
+        return losses
+
+    def _record(self, batches: Sequence[Batch]) -> torch.cuda.CUDAGraph:
+        self._batches = [tuple(tensor.clone() for tensor in batch) for batch in batches]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads go on: that of NCCL asks for its events, autograd's own may load a kernel.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self._losses = self.work(self._batches)
+        except RuntimeError as error:
+            first: BaseException = error
+            while isinstance(first.__context__, RuntimeError):  # the end of a recording that failed fails too
+                first = first.__context__
+            raise RuntimeError(
+                f"the step cannot be recorded as a CUDA graph ({str(first).splitlines()[0]}): train without one (train.graph=false)"
+            ) from error
+        self._gradients = [(p, _parts(p.grad)) for p in self.parameters if p.grad is not None]
+        return graph
+
+
+def _parts(gradient: Tensor) -> ScaledTensor | Tensor:
+    """What a replay writes to, whatever becomes of the gradient that is handed out."""
+    if not isinstance(gradient, ScaledTensor):
+        return gradient
+    return _copy(gradient)
+
+
+def _whole(parts: ScaledTensor | Tensor) -> Tensor:
+    """A gradient for one step, in the memory of `parts`; nothing that is known of an earlier one hangs on it."""
+    return _copy(parts) if isinstance(parts, ScaledTensor) else parts.detach()
+
+
+def _copy(gradient: ScaledTensor) -> ScaledTensor:
+    """Another tensor in the same memory."""
+    residual = None if gradient.residual is None else gradient.residual.detach()
+    return ScaledTensor(
+        gradient.codes.detach(),
+        gradient.scale.detach(),
+        gradient.dtype,
+        residual=residual,
+        residual_on_add=gradient.residual_on_add,
+    )
