@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 benchmarks/reduce_step.py --micro-batch 1 8 --csv OUT.csv       # NCCL on GPUs
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/reduce_step.py --size tiny --micro-batch 1
 
-A step is forward, backward, clipping and AdamW of `--layers` fused blocks in O2, compiled, `--eager` or replayed from a CUDA `--graph` (which
-asks the least of the host, and so is the fastest over few tokens), with a small vocabulary, so that nearly all gradients are those of converted weights. `none` leaves the sum
+A step is forward, backward, clipping and AdamW of `--layers` fused blocks in O2, compiled, `--eager` or replayed from a CUDA `--graph`
+(which asks the least of the host, and so is the fastest over few tokens), with a small vocabulary, so that nearly all gradients are those
+of converted weights. `none` leaves the sum
 out (`no_sync`): what a row takes beyond it is what computation does not hide. Median and 10th-90th percentile of the slowest rank's
 milliseconds, bytes that a rank sends a step.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -29,6 +30,7 @@ from distributed import (
     snr_db,
     variant,
 )
+from fp8_layers import on_stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +40,7 @@ from octavo.distributed import CollectiveError
 from octavo.distributed.emulate import reduce_emulated
 from octavo.distributed.replicas import CHECKS, PARAMETERS
 from octavo.formats import E4M3, NumericsError
+from octavo.kernels import streams
 from octavo.linear import FP8Linear
 from octavo.optim import clip_grad_norm_
 from octavo.tensor import ScaledTensor, cast, uncast
@@ -795,7 +798,7 @@ def replays(seed: int) -> str:
     loss_of(model, batch(seed, rank)).backward()
     sent = model.wire.copy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataParallel, "_is_recorded", lambda self: True)
+        on_stream(patch, streams.CAPTURED)
         model.zero_grad()
         loss_of(model, batch(seed + 1, rank)).backward()
     assert +model.wire == sent and model._passes == 1  # a recording sends nothing
@@ -808,6 +811,21 @@ def replays(seed: int) -> str:
     one = sent - Counter({kind: sent[kind] for kind in (PARAMETERS, "setup")})
     assert model.wire - before - checks == one
     return str(caught.value)
+
+
+def records_without_a_gradient(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = DataParallel(convert(Branches(), "O2"))
+    loss = model(torch.randn(8, WIDTH), [0, 1] if dist.get_rank() else [0, 1, 2]).square().mean()
+    with pytest.MonkeyPatch.context() as patch:
+        on_stream(patch, streams.CAPTURED)
+        refused = pytest.raises(RuntimeError, match=r"layers\.2\.\w+ has no gradient here, and a CUDA graph cannot ask")
+        with refused if dist.get_rank() else contextlib.nullcontext():
+            loss.backward()
+
+
+def test_a_recording_without_a_gradient_is_refused(seed):
+    ranks.run(2, records_without_a_gradient, seed)
 
 
 def test_a_replay_counts_as_the_pass_that_was_recorded(seed):

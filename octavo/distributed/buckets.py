@@ -26,6 +26,7 @@ from octavo.distributed.layout import ROW, Layout
 from octavo.distributed.samples import Sampler
 from octavo.distributed.scales import ABSENT
 from octavo.formats import E4M3
+from octavo.kernels import streams
 from octavo.linear import scaled_gradient
 from octavo.linear.storage import is_watched, store_gradient
 from octavo.tensor import ScaledTensor
@@ -117,7 +118,7 @@ class Bucket:
         """Give gradients to parameters that had none here and have one elsewhere. Only then the host waits for the device."""
         if any(self.absent):
             assert self.present is not None
-            if self.present.is_cuda and torch.cuda.is_current_stream_capturing():
+            if streams.place(self.present) == streams.CAPTURED:
                 raise RuntimeError(
                     f"{self.members[self.absent.index(True)].name} has no gradient here, and a CUDA graph cannot ask whether another rank "
                     "has one: freeze it, or train without a graph"

@@ -38,6 +38,7 @@ from octavo.distributed.collectives import Ranks, new_group
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
 from octavo.distributed.wrapping import device_of, own_group, recipe_of, scaled_parameters, watch, world_of
+from octavo.kernels import streams
 from octavo.linear.storage import store_gradient
 from octavo.recipe import Recipe, get_recipe
 
@@ -285,14 +286,11 @@ class DataParallel(nn.Module):
             share_maxima(self.module, self.ranks)
         finally:
             self._in_backward = False
-        if self._is_recorded():
+        if streams.place(self.nonfinite_steps) == streams.CAPTURED:
             self._recorded = self.wire - self._wire_before
             self.wire.subtract(self._recorded)  # nothing has been sent yet
         else:
             self._end_pass()
-
-    def _is_recorded(self) -> bool:
-        return self._stream is not None and torch.cuda.is_current_stream_capturing()
 
     def replayed(self) -> None:
         """To be called after each replay of a CUDA graph that holds a synchronising pass, the last one that was recorded: counts the bytes
