@@ -179,10 +179,27 @@ def test_a_batch_of_another_shape_is_refused(pretended: list[PretendedGraph]) ->
     model = nn.Linear(8, 8)
     step = StepGraph(linear_work(model), model.parameters(), 0)
     step([(torch.randn(4, 8),)])
+    model.zero_grad()
     with pytest.raises(ValueError, match=r"\(5, 8\), and the recorded step \(4, 8\)"):
         step([(torch.randn(5, 8),)])
     with pytest.raises(ValueError):
         step([(torch.randn(4, 8),)] * 2)
+
+
+def test_gradients_that_are_left_and_parameters_that_change_are_refused(pretended: list[PretendedGraph]) -> None:
+    model = nn.Linear(8, 8)
+    step = StepGraph(linear_work(model), model.parameters(), 1)
+    for _ in range(3):
+        step([(torch.randn(4, 8),)])
+        with pytest.raises(ValueError, match=r"2 parameters have a gradient.*zero_grad"):
+            step([(torch.randn(4, 8),)])
+        model.zero_grad()
+    model.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"frozen or unfrozen.*close\(\)"):
+        step([(torch.randn(4, 8),)])
+    step.close()
+    step([(torch.randn(4, 8),)])
+    assert model.bias.grad is None and model.weight.grad is not None and len(pretended) == 2
 
 
 def test_what_cannot_be_recorded_says_why(pretended: list[PretendedGraph]) -> None:

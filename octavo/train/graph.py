@@ -46,9 +46,9 @@ def build_graph(config: TrainConfig, device: torch.device, work: Work, parallel:
 class StepGraph:
     """The `work` of a step over `parameters`, recorded after `warmup` calls and replayed from then on.
 
-    `after_replay` is called when a replay is on its way, for what `work` does on the host. Calls differ in the values of their batches,
-    never in shapes: a batch of another shape is a `ValueError`. `work` that cannot be recorded, as it waits for the device, is a
-    `RuntimeError`.
+    `after_replay` is called when a replay is on its way, for what `work` does on the host. Calls differ in the values of their batches
+    alone: raises `ValueError` for a batch of another shape, for gradients that are there already, and for parameters that were frozen or
+    unfrozen since the recording, and `RuntimeError` for `work` that cannot be recorded, as it waits for the device.
     """
 
     def __init__(
@@ -62,14 +62,26 @@ class StepGraph:
         self.after_replay = after_replay
         self.stream = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
+        self._batches: list[Batch] = []
+        self._trainable: list[bool] = []
+        self._gradients: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
         """The losses; gradients are in `p.grad`. The memory of the losses is written again by the next call."""
+        left = sum(p.grad is not None for p in self.parameters if p.requires_grad)
+        if left:
+            raise ValueError(
+                f"{left} parameters have a gradient, to which a replay would not add: call optimizer.zero_grad() before"
+            )
         if self.graph is None and self.remaining > 0:
             self.remaining -= 1
             return self._run(batches)
         if self.graph is None:
             self.graph = self._record(batches)
+        if self._trainable != [p.requires_grad for p in self.parameters]:
+            raise ValueError(
+                "parameters were frozen or unfrozen since the step was recorded: close() the graph, and the next call records another"
+            )
         for own, batch in zip(self._batches, batches, strict=True):
             for static, value in zip(own, batch, strict=True):
                 if static.shape != value.shape:
@@ -88,7 +100,7 @@ class StepGraph:
         """Gives the graph up; the next call records another. A process group of NCCL is not destroyed before the graphs that use it."""
         if self.graph is not None:
             self.graph.reset()
-            self.graph = None
+            self.graph, self._batches, self._gradients = None, [], []
 
     def _run(self, batches: Sequence[Batch]) -> Tensor:
         main = torch.cuda.current_stream()
@@ -112,18 +124,19 @@ class StepGraph:
             raise RuntimeError(
                 f"the step cannot be recorded as a CUDA graph ({str(first).splitlines()[0]}): train without one (train.graph=false)"
             ) from error
+        self._trainable = [p.requires_grad for p in self.parameters]
         self._gradients = [(p, _parts(p.grad)) for p in self.parameters if p.grad is not None]
         return graph
 
 
-def _parts(gradient: Tensor) -> ScaledTensor | Tensor:
+def _parts(gradient: Tensor) -> Tensor:
     """What a replay writes to, whatever becomes of the gradient that is handed out."""
     if not isinstance(gradient, ScaledTensor):
         return gradient
     return _copy(gradient)
 
 
-def _whole(parts: ScaledTensor | Tensor) -> Tensor:
+def _whole(parts: Tensor) -> Tensor:
     """A gradient for one step, in the memory of `parts`; nothing that is known of an earlier one hangs on it."""
     return _copy(parts) if isinstance(parts, ScaledTensor) else parts.detach()
 
