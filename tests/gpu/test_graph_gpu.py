@@ -118,7 +118,11 @@ def train_on_ranks(world: int, *arguments: str) -> None:
         )
         for rank in range(world)
     ]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(output[-3000:] for output in outputs)
 
 
