@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import ranks
 import torch
@@ -71,6 +73,26 @@ def test_a_silent_rank_is_an_error_within_the_timeout():
     message = ranks.run(2, hears_nothing)[0]
     assert "rank 0 of 2" in message and "started again from its last checkpoint" in message
     ranks.forget(2)  # the processes have lost step
+
+
+def works_longer_than_the_timeout() -> list[int]:
+    place, order = join("cpu", timeout=2.0), []
+    with place.first_goes_first():
+        if place.is_first:
+            time.sleep(3.0)
+        order.append(1)
+
+    def work() -> None:
+        time.sleep(3.0)
+        order.append(2)
+
+    place.on_first(work)
+    return order
+
+
+def test_work_of_the_first_rank_may_take_longer_than_the_timeout():
+    """A long text is tokenized by rank 0 alone, and so is a large checkpoint read for its checksums."""
+    assert ranks.run(2, works_longer_than_the_timeout) == [[1, 2], [1]]
 
 
 def test_a_place_knows_who_writes():
