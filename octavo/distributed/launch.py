@@ -185,8 +185,14 @@ def join(device: str = "auto", timeout: float = 600.0) -> Place:
             )
         if cuda:
             torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
-        place = Place(int(os.environ["RANK"]), world, local_rank, node_size, timeout)
+        limit = timedelta(seconds=timeout)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=limit))
+        if node_size == world:
+            # The store of torchrun outlasts a restart (--max-restarts), and gloo would find addresses of processes that have ended there.
+            # (Several nodes may count their restarts differently.)
+            store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        place = Place(rank, world, local_rank, node_size, timeout)
         place._joined = True
     else:
         return Place()
