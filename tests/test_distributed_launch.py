@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
 import pytest
 import ranks
 import torch
@@ -71,6 +75,55 @@ def test_a_silent_rank_is_an_error_within_the_timeout():
     message = ranks.run(2, hears_nothing)[0]
     assert "rank 0 of 2" in message and "started again from its last checkpoint" in message
     ranks.forget(2)  # the processes have lost step
+
+
+def works_longer_than_the_timeout() -> list[int]:
+    place, order = join("cpu", timeout=2.0), []
+    with place.first_goes_first():
+        if place.is_first:
+            time.sleep(3.0)
+        order.append(1)
+
+    def work() -> None:
+        time.sleep(3.0)
+        order.append(2)
+
+    place.on_first(work)
+    return order
+
+
+def test_work_of_the_first_rank_may_take_longer_than_the_timeout():
+    """A long text is tokenized by rank 0 alone, and so is a large checkpoint read for its checksums."""
+    assert ranks.run(2, works_longer_than_the_timeout) == [[1, 2], [1]]
+
+
+RESTARTS = """
+import os, signal
+import torch.distributed as dist
+from octavo.distributed.launch import join
+
+place, restarts = join("cpu", timeout=30.0), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+store = dist.distributed_c10d._get_default_store()
+if restarts:
+    left = store.check(["left"])
+    print(f"rank {place.rank}: {place.share('together')} after {restarts} restarts, left: {left}")
+    place.leave()
+else:
+    store.set("left", "where gloo leaves the addresses of processes")
+    place.wait()
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    place.wait()
+"""
+
+
+def test_ranks_that_torchrun_starts_again_find_nothing_of_the_start_before(tmp_path):
+    script = tmp_path / "restarts.py"
+    script.write_text(RESTARTS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run([*torchrun, "--max-restarts", "1", str(script)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert all(f"rank {rank}: together after 1 restarts, left: False" in ended.stdout for rank in range(2))
 
 
 def test_a_place_knows_who_writes():

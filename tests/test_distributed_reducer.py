@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import ranks
@@ -894,6 +895,38 @@ def test_checkpoint_and_compile_change_no_bit(recipe, seed):
     wanted = everywhere(2, runs_as, seed, recipe, "plain")
     for how in ("checkpoint", "checkpoint-reentrant", "compile-inside", "compile-outside"):
         assert everywhere(2, runs_as, seed, recipe, how) == wanted, how
+
+
+@dataclass
+class Answer:
+    loss: torch.Tensor
+    others: dict
+
+
+def segments_of_each_rank(seed: int, how: str):
+    """Rank 0 runs one re-entrant segment less than rank 1, so a pass for each segment would leave rank 1 alone in its last."""
+    rank = dist.get_rank()
+    torch.manual_seed(seed)
+    model = DataParallel(convert(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), "O2"), timeout=20)
+
+    def forward(x: torch.Tensor):
+        for layer in list(model.module)[: 2 + rank]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        loss = x.square().mean()
+        return Answer(loss, {}) if how == "dataclass" else loss
+
+    model.module.forward = forward
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed + rank)).requires_grad_()
+    with model.no_sync() if how == "forward in no_sync" else torch.enable_grad():
+        output = model(x)
+    (output.loss if how == "dataclass" else output).backward()
+    return gradient_bits(model), model.wire["gradients"]
+
+
+def test_a_backward_is_one_pass_wherever_its_output_is(seed):
+    wanted = everywhere(2, segments_of_each_rank, seed, "tensor")
+    for how in ("dataclass", "forward in no_sync"):
+        assert everywhere(2, segments_of_each_rank, seed, how) == wanted, how
 
 
 def hugging_face(seed: int):

@@ -1,7 +1,8 @@
 """The reduction of many ranks on one device, without any process: for studies at 128 ranks, and as the specification in tests.
 
 Every value passes through the same functions as in `DataParallel`, in the same order: what is returned has the bits that N processes
-would have (`nccl` as without FP8 in the backend, in a bucket that holds this tensor alone).
+would have (`nccl` as without FP8 in the backend, in a bucket that holds this tensor alone; `bf16` and `fp32` on two ranks, as on more the
+backend chooses the order of the sum).
 """
 
 from __future__ import annotations

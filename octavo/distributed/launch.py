@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -22,11 +23,14 @@ from octavo.distributed.collectives import CollectiveError
 class Place:
     """This process among the ranks of a run.
 
-    Made by `join`. `rank` and `world` are those of the run; `node_size` is the number of ranks on a node.
+    Made by `join`. `rank` and `world` are those of the run; `node_size` is the number of ranks on a node; `timeout` is that of `join`.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0, node_size: int = 1) -> None:
+    def __init__(
+        self, rank: int = 0, world: int = 1, local_rank: int = 0, node_size: int = 1, timeout: float = 600.0
+    ) -> None:
         self.rank, self.world, self.local_rank, self.node_size = rank, world, local_rank, node_size
+        self._timeout = timeout
         self.host_group: Any = None
         """A gloo group of all ranks; None with one."""
         self._votes: tuple[Tensor, Any] | None = None
@@ -56,34 +60,66 @@ class Place:
     def first_goes_first(self) -> Iterator[None]:
         """Rank 0 does what is inside while the others wait, then they do it: they find the files that it has made.
 
-        An error of rank 0 reaches the others as a `ValueError` that names it.
+        It may take longer than the timeout. An error of rank 0 reaches the others as a `ValueError` that names it.
         """
         if self.is_first:
             try:
-                yield
+                with self._at_work():
+                    yield
             except BaseException as error:
                 self.share(f"{type(error).__name__}: {error}")
                 raise
             self.share(None)
         else:
+            self._wait_for_work()
             problem = self.share(None)
             if problem:
                 raise ValueError(f"rank 0 failed: {problem}")
             yield
 
     def on_first(self, work: Callable[[], None]) -> None:
-        """Rank 0 does `work`; all return when it is done, or raise `OSError` if it failed with one."""
+        """Rank 0 does `work`, however long; all return when it is done, or raise `OSError` if it failed with one."""
         problem = None
         if self.is_first:
             try:
-                work()
+                with self._at_work():
+                    work()
             except OSError as error:
                 if self.world == 1:
                     raise
                 problem = error.strerror or str(error)
+        else:
+            self._wait_for_work()
         problem = self.share(problem)
         if problem is not None:
             raise OSError(problem)
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Around work of rank 0: the others, in `_wait_for_work`, hear from it several times in a timeout, which is for ranks that died."""
+        if self.world == 1:
+            yield
+            return
+        done = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(CollectiveError):  # which meets the main thread too, when it shares
+                while not done.wait(self._timeout / 4):
+                    self.share(True)
+
+        thread = threading.Thread(target=tell, name="octavo-at-work", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self.share(False)
+
+    def _wait_for_work(self) -> None:
+        """Returns when the work of rank 0 has ended, well or not."""
+        while self.share(None):
+            pass
 
     def share(self, value: Any) -> Any:
         """The `value` of rank 0 (plain Python data)."""
@@ -138,7 +174,7 @@ def join(device: str = "auto", timeout: float = 600.0) -> Place:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_available() and dist.is_initialized():
-        place = Place(dist.get_rank(), dist.get_world_size(), *_local())
+        place = Place(dist.get_rank(), dist.get_world_size(), *_local(), timeout)
     elif world > 1:
         cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         local_rank, node_size = _local()
@@ -149,8 +185,14 @@ def join(device: str = "auto", timeout: float = 600.0) -> Place:
             )
         if cuda:
             torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
-        place = Place(int(os.environ["RANK"]), world, local_rank, node_size)
+        limit = timedelta(seconds=timeout)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=limit))
+        if node_size == world:
+            # The store of torchrun outlasts a restart (--max-restarts), and gloo would find addresses of processes that have ended there.
+            # (Several nodes may count their restarts differently.)
+            store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        place = Place(rank, world, local_rank, node_size, timeout)
         place._joined = True
     else:
         return Place()

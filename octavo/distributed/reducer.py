@@ -29,7 +29,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from octavo.distributed.algorithms import Algorithm, hierarchical, nccl, two_shot
 from octavo.distributed.autoscale import AutoScale
@@ -37,7 +36,7 @@ from octavo.distributed.buckets import Bucket, Member, Reduction, assign
 from octavo.distributed.collectives import Ranks, new_group
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
-from octavo.distributed.wrapping import device_of, own_group, recipe_of, scaled_parameters, watch, world_of
+from octavo.distributed.wrapping import device_of, own_group, recipe_of, scaled_parameters, tensors_in, watch, world_of
 from octavo.kernels import streams
 from octavo.linear.storage import store_gradient
 from octavo.recipe import Recipe, get_recipe
@@ -160,13 +159,11 @@ class DataParallel(nn.Module):
             return self.module(*args, **kwargs)
         if self._replaced:
             raise RuntimeError("a newer DataParallel has wrapped parameters of this model: use that one")
-        if not self._sync:
-            return self.module(*args, **kwargs)
         self._rebuild_if_frozen()
         output = self.module(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # (a leaf would keep the hook)
+        if not torch.compiler.is_compiling():  # (inside `no_sync` too: the backward may come after it)
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:  # (a leaf would keep the hook)
                     tensor.register_hook(self._begin)
         return output
 

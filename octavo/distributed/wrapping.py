@@ -1,8 +1,10 @@
-"""What a model, a process group and a parameter must be to be wrapped by `DataParallel`, and the hook that tells it of gradients."""
+"""What a model, a process group and a parameter must be to be wrapped by `DataParallel`; how it finds outputs and hears of gradients."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import ref
@@ -10,6 +12,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from octavo.distributed.collectives import backend_of, new_group
 from octavo.kernels.untraced import untraced
@@ -69,6 +72,16 @@ def own_group(group: Any, device: torch.device, timeout: timedelta) -> Any:
         return group
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     return new_group(ranks, timeout, of=group)
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward returns: in containers that PyTorch knows, and in dataclasses, which it does not."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            for field in fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))
 
 
 class _Hook:
