@@ -21,6 +21,7 @@ end, which adds them in the ring's order and rounds at each hop: the same values
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.distributed.codes import ring_sum
-from octavo.distributed.collectives import Ranks
+from octavo.distributed.collectives import Ranks, new_group
 from octavo.distributed.layout import ROW, Layout
 
 GRADIENTS, SCALES = "gradients", "scales"
@@ -92,6 +93,27 @@ def nccl(codes: Tensor, layout: Layout, ranks: Ranks) -> Tensor:
         mine = ring_sum(received.view(ranks.world, -1, ROW), ranks.rank)
         ranks.all_gather(codes, mine, GRADIENTS)
     return layout.ones
+
+
+def algorithm_of(name: str, ranks: Ranks, node_size: int | None, timeout: timedelta) -> Algorithm | None:
+    """That of `Recipe.grad_reduce`, None for one that travels as real values; with groups of its own, if it has levels.
+
+    Raises `ValueError` for a `node_size` that does not divide the ranks, where nodes matter.
+    """
+    if name != "hierarchical":
+        return {"two_shot": two_shot, "nccl": nccl}.get(name)
+    if node_size is None or ranks.world % node_size or node_size < 1:
+        raise ValueError(
+            f"grad_reduce='hierarchical' needs node_size, a divisor of the {ranks.world} ranks, but it is {node_size}"
+        )
+    if node_size in (1, ranks.world):  # one level
+        return two_shot
+    members = dist.get_process_group_ranks(ranks.group)
+    nodes = [members[i : i + node_size] for i in range(0, ranks.world, node_size)]
+    across = [list(peers) for peers in zip(*nodes, strict=True)]
+    mine = dist.get_rank()
+    own = [new_group(part, timeout, of=ranks.group) for part in nodes + across if mine in part]
+    return hierarchical(*(Ranks(group, ranks.wire) for group in own))
 
 
 def plain_mean(flat: Tensor, ranks: Ranks, in_rank_order: bool, kind: str = GRADIENTS) -> None:

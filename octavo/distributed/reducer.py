@@ -27,13 +27,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from octavo.distributed.algorithms import Algorithm, hierarchical, nccl, two_shot
+from octavo.distributed.algorithms import algorithm_of
 from octavo.distributed.autoscale import AutoScale
 from octavo.distributed.buckets import Bucket, Member, Reduction, assign
-from octavo.distributed.collectives import Ranks, new_group
+from octavo.distributed.collectives import Ranks
 from octavo.distributed.replicas import check_alike, check_equal, send_from_first, share_maxima
 from octavo.distributed.samples import Loss, Sampler
 from octavo.distributed.wrapping import device_of, own_group, recipe_of, scaled_parameters, tensors_in, watch, world_of
@@ -114,7 +113,8 @@ class DataParallel(nn.Module):
             period=self.recipe.mu_period,
             device=device,
         )
-        self._reduction = Reduction(ranks, self.recipe.grad_reduce, self._algorithm(node_size), self.autoscale)
+        algorithm = algorithm_of(self.recipe.grad_reduce, ranks, node_size, self._timeout)
+        self._reduction = Reduction(ranks, self.recipe.grad_reduce, algorithm, self.autoscale)
         self.nonfinite_steps = self.nonfinite_steps.to(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="octavo-reduce")
@@ -135,23 +135,6 @@ class DataParallel(nn.Module):
             f"DataParallel with {self.extra_repr()}, mu_threshold={self.recipe.mu_threshold}, mu_period={self.recipe.mu_period}, "
             f"bucket_mb={self._bucket_bytes / 2**20:g}, check_every={self._check_every}{nodes}"
         )
-
-    def _algorithm(self, node_size: int | None) -> Algorithm | None:
-        name = self.recipe.grad_reduce
-        if name != "hierarchical":
-            return {"two_shot": two_shot, "nccl": nccl}.get(name)
-        if node_size is None or self.world % node_size or node_size < 1:
-            raise ValueError(
-                f"grad_reduce='hierarchical' needs node_size, a divisor of the {self.world} ranks, but it is {node_size}"
-            )
-        if node_size in (1, self.world):  # one level
-            return two_shot
-        groups = dist.get_process_group_ranks(self.ranks.group)
-        nodes = [groups[i : i + node_size] for i in range(0, self.world, node_size)]
-        across = [list(peers) for peers in zip(*nodes, strict=True)]
-        mine = dist.get_rank()
-        own = [new_group(r, self._timeout, of=self.ranks.group) for r in nodes + across if mine in r]
-        return hierarchical(*(Ranks(group, self.wire) for group in own))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
