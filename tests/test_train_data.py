@@ -202,6 +202,24 @@ def test_more_steps_than_the_epochs_allow_are_refused_before_anything_is_written
     assert not (tmp_path / "run").exists()
 
 
+def test_what_is_left_is_counted_from_where_a_run_resumes(tmp_path: Path) -> None:
+    """Not as if all steps had been as large as those to come."""
+    sources = {"web": (0.5, 1.0), "code": (0.5, 1.0)}
+    write_corpus(tmp_path / "corpus", sources=sources, documents=12)
+    total = make_data(mixed_config(tmp_path))._train.total
+    assert total is not None and total > 50
+    # Micro-batches of two sequences: two steps before, one after.
+    for before, after, fits in ((1, total // 6 + 2, True), (total // 5, total // 7, False)):
+        Trainer(mixed_config(tmp_path, "train.steps=2", f"train.micro_batches={before}"), replace=True).run()
+        longer = mixed_config(tmp_path, "train.steps=3", f"train.micro_batches={after}")
+        if fits:
+            assert Trainer(longer, resume=True).run().step == 3
+        else:
+            wanted = 2 * (2 * before + after)
+            with pytest.raises(ValueError, match=f"hold {total} sequences.* and {wanted} are wanted"):
+                Trainer(longer, resume=True)
+
+
 def test_ranks_share_a_batch(tmp_path: Path) -> None:
     config = mixed_config(tmp_path, "data.micro_batch=4")
     whole = make_data(config)

@@ -65,9 +65,10 @@ class Data:
         }
         return hashlib.blake2b(json.dumps(checksums).encode(), digest_size=16).hexdigest()
 
-    def check_length(self, micro_batches: int) -> None:
-        """Raises `ValueError` if the corpus, within its `max_epochs`, has fewer micro-batches for each rank."""
-        self._train.check_length(micro_batches * self._train.batch_size * self._train.world)
+    def check_length(self, micro_batches: int, position: int = 0) -> None:
+        """Raises `ValueError` if the corpus, within its `max_epochs`, has fewer micro-batches for each rank behind its first `position`
+        sequences, which may have gone to another number of ranks."""
+        self._train.check_length(position + micro_batches * self._train.batch_size * self._train.world)
 
     @property
     def epochs(self) -> dict[str, float]:

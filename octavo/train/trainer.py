@@ -104,10 +104,11 @@ class Trainer:
             self.data = Data(
                 config.data, config.seed, self.device, self._source, rank=self.place.rank, world=self.place.world
             )
-        self.data.check_length(config.train.steps * config.train.micro_batches)
         self._settings = to_dict(config)
         self._settings["data"]["fingerprint"] = self.data.fingerprint
         meta = {} if found is None else self._meta_to_resume(found)
+        left = config.train.steps - meta.get("step", 0)
+        self.data.check_length(left * config.train.micro_batches, meta.get("stream", {}).get("position", 0))
         torch.manual_seed(config.seed)
         rule = config.break_even if found is None else checkpoint_folder.layers_left(meta)
         self.model = build_model(config, self.data.vocab_size, self.device, self._source, found is not None, rule)
