@@ -4,8 +4,8 @@ A text of up to `PIECE_CHARACTERS` is one piece. A longer one is cut before a sp
 before is no white space and the one behind is a letter or digit. No token of the usual tokenizers reaches over such a place, so
 the ids are those of the text as a whole. Each piece is encoded behind the character before it, whose ids are dropped again, so
 that a tokenizer that puts a space before a text does it once. Ids may differ from those of the whole text at the seams of a text
-without such places in half a piece (Chinese without line breaks, one endless word), and of tokenizers whose tokens span words;
-those of the byte tokenizer never do.
+without such places in half a piece (Chinese without line breaks, one endless word), and of tokenizers whose tokens span words, or
+where half a piece has no space to be cut at, a line break and a word; those of the byte tokenizer never do.
 """
 
 from __future__ import annotations
