@@ -243,6 +243,20 @@ def test_a_table_of_blocks_alone_does_not_judge_layers(tmp_path, seed):
     assert converted(model) == ["1"]
 
 
+def test_a_table_of_blocks_alone_judges_those_in_a_graph_by_what_it_has(tmp_path):
+    """A file of `--only block` from before blocks were measured in graphs."""
+    path = write(tmp_path / "blocks.csv", blocks())
+    together = ((64, 64), (64, 256))
+    in_graph, compiled = (
+        BreakEven(64, table=path, together=together, **way) for way in ({"graph": True}, {"compiled": True})
+    )
+    assert (
+        in_graph.speedup(64, 64, "cpu")
+        == compiled.speedup(64, 64, "cpu")
+        == pytest.approx(BLOCKS["compiled", 64, 64, 256])
+    )
+
+
 def test_layers_of_a_fused_block_go_together(table, seed):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 256))
     together = ((64, 64), (256, 256))

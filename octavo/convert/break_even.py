@@ -233,7 +233,9 @@ class BreakEven:
         dim, widest = max(self.together, key=lambda shape: shape[1])
         whole = GRAPH if self.graph else COMPILED if self.compiled else EAGER
         block = table.speedup(self.tokens, dim, widest, whole, BLOCK)
-        if block is not None and (not self.graph or GRAPH in table.modes(BLOCK)):
+        # Where no block was measured in a graph, layers in one say more than blocks with launches, if there are any.
+        by_layers = self.graph and GRAPH not in table.modes(BLOCK) and table.modes(LAYER)
+        if block is not None and not by_layers:
             return block, f"a fused block whose widest layer is {dim:,} → {widest:,}"
         bf16 = fp8 = 0.0
         for k, n in self.together:
