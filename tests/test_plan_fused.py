@@ -201,6 +201,14 @@ def test_fusing_is_proposed_where_memory_is_short():
     )
 
 
+def test_nothing_is_proposed_that_a_replayed_run_cannot_have():
+    config = override(get_preset("gpt_7b"), ["model.vocab_size=50257", "train.graph=true"])
+    plan = make_plan(config)
+    assert "compiled, replayed from a CUDA graph, blocks fused" in format_plan(plan)
+    for words, _ in alternatives(plan.setup):
+        override(config, words.split())
+
+
 @pytest.mark.parametrize(("mode", "batch"), [("none", 2), ("none", 16), ("selective", 16), ("full", 16)])
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_peak_of_the_compiled_step(model, mode, batch, seed):

@@ -112,7 +112,7 @@ def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
         changes["recipe=O2"] = {"recipe": RECIPES["O2"]}
     if not setup.model.fused and setup.recipe.scaling == "current":
         changes["model.fused=true"] = {"fused": True}
-    if setup.release == "none":
+    if setup.release == "none" and not setup.graph:
         changes["optim.release=partial train.micro_batches=1"] = {"release": "partial", "micro_batches": 1}
     modes = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[
         setup.model.recompute
@@ -141,7 +141,8 @@ def format_plan(plan: Plan) -> str:
         f"{plan.name}: {s.model.dialect.upper()}, {parameters / 1e9:.2f}B parameters ({s.converted_parameters / 1e9:.2f}B in converted "
         f"layers, vocabulary {s.model.vocab_size:,}), recipe {s.recipe.name}",
         f"micro-batch {s.micro_batch} x {s.seq_len:,} tokens, {s.micro_batches} a step, recompute {recompute_words(s.model)}, "
-        f"release {s.release}, {'compiled' if s.compiled else 'not compiled'}{_fused_words(s)}",
+        f"release {s.release}, {'compiled' if s.compiled else 'not compiled'}"
+        f"{', replayed from a CUDA graph' if s.graph else ''}{_fused_words(s)}",
         *([f"stay as they are, since FP8 is slower: {named(s.left)} (model.break_even)"] if s.left else []),
         "",
         f"{'at the peak':<18} {'GiB':>9} {'B/parameter':>12}",
