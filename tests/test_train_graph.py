@@ -25,6 +25,9 @@ from octavo.train.trainer import Trainer
 
 
 class Stream:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+
     def wait_stream(self, other: Stream) -> None:
         pass
 
@@ -202,6 +205,12 @@ def test_gradients_that_are_left_and_parameters_that_change_are_refused(pretende
     assert model.bias.grad is None and model.weight.grad is not None and len(pretended) == 2
 
 
+def test_the_stream_is_on_the_device_of_the_parameters(pretended: list[PretendedGraph]) -> None:
+    """That need not be the current one: what runs on another device would not be recorded."""
+    step = StepGraph(linear_work(nn.Linear(2, 2)), nn.Linear(2, 2, device="meta").parameters())
+    assert step.stream.device == torch.device("meta")
+
+
 def test_what_cannot_be_recorded_says_why(pretended: list[PretendedGraph]) -> None:
     def work(batches: Sequence[tuple[Tensor, ...]]) -> Tensor:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -209,7 +218,7 @@ def test_what_cannot_be_recorded_says_why(pretended: list[PretendedGraph]) -> No
     with pytest.raises(
         RuntimeError, match=r"recorded as a CUDA graph \(operation not permitted .* capturing\).*train.graph=false"
     ):
-        StepGraph(work, [], 0)([(torch.zeros(1),)])
+        StepGraph(work, [torch.zeros(1)], 0)([(torch.zeros(1),)])
 
 
 def test_settings_that_cannot_be_are_refused_before_anything_is_written(tmp_path: Path) -> None:

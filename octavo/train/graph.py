@@ -60,7 +60,7 @@ class StepGraph:
     ) -> None:
         self.work, self.parameters, self.remaining = work, list(parameters), warmup
         self.after_replay = after_replay
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream(self.parameters[0].device)  # (which need not be the current device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self._batches: list[Batch] = []
         self._trainable: list[bool] = []
@@ -103,7 +103,7 @@ class StepGraph:
             self.graph, self._batches, self._gradients = None, [], []
 
     def _run(self, batches: Sequence[Batch]) -> Tensor:
-        main = torch.cuda.current_stream()
+        main = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
             losses = self.work(batches)
