@@ -178,18 +178,27 @@ def test_known_maxima_do_not_outlive_a_step(seed: int, pretended: list[Pretended
     assert octavo.optim.clip.known_amax(model[0].weight.grad.codes) is None
 
 
-def test_a_batch_of_another_shape_is_refused(pretended: list[PretendedGraph]) -> None:
+def test_batches_of_another_kind_are_refused(pretended: list[PretendedGraph]) -> None:
     model = nn.Linear(8, 8)
     step = StepGraph(linear_work(model), model.parameters(), 0)
     step([(torch.randn(4, 8),)])
     model.zero_grad()
-    with pytest.raises(ValueError, match=r"\(5, 8\), and the recorded step \(4, 8\)"):
-        step([(torch.randn(5, 8),)])
-    with pytest.raises(ValueError):
-        step([(torch.randn(4, 8),)] * 2)
+    x = torch.randn(4, 8)
+    for batches, given in (
+        ([(torch.randn(5, 8),)], r"\[\(\(5, 8\), torch.float32\)\]"),
+        ([(x.double(),)], r"\[\(\(4, 8\), torch.float64\)\]"),
+        ([(x, x)], r"\[\(\(4, 8\), torch.float32\), \(\(4, 8\), torch.float32\)\]"),
+        ([], "None"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"is {given}, and that of the recorded step \[\(\(4, 8\), torch.float32\)\]: give"
+        ):
+            step(batches)
+    with pytest.raises(ValueError, match="the recorded step None: give it as many"):
+        step([(x,)] * 2)
 
 
-def test_gradients_that_are_left_and_parameters_that_change_are_refused(pretended: list[PretendedGraph]) -> None:
+def test_gradients_that_are_left_are_refused(pretended: list[PretendedGraph]) -> None:
     model = nn.Linear(8, 8)
     step = StepGraph(linear_work(model), model.parameters(), 1)
     for _ in range(3):
@@ -197,12 +206,42 @@ def test_gradients_that_are_left_and_parameters_that_change_are_refused(pretende
         with pytest.raises(ValueError, match=r"2 parameters have a gradient.*zero_grad"):
             step([(torch.randn(4, 8),)])
         model.zero_grad()
-    model.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"frozen or unfrozen.*close\(\)"):
-        step([(torch.randn(4, 8),)])
+
+
+def move(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "recipe", "refused"),
+    [
+        (lambda layer: layer.bias.requires_grad_(False), "bf16", r"1 parameters, the first of shape \(48,\)"),
+        (move, "bf16", r"1 parameters, the first of shape \(48, 64\)"),
+        (lambda layer: layer.bfloat16(), "O2", r"2 parameters, the first of shape \(48, 64\)"),
+    ],
+    ids=["frozen", "moved", "codes moved"],
+)
+def test_parameters_that_change_are_refused(
+    change: Callable[[nn.Linear], object], recipe: str, refused: str, seed: int, pretended: list[PretendedGraph]
+) -> None:
+    """A replay would read the memory where they were. What is recorded anew is warmed up anew: buckets of other parameters are sent to the
+    device, which a recording could not."""
+    model = nn.Sequential(nn.Linear(64, 48))
+    if recipe != "bf16":
+        model = octavo.convert(model, recipe)
+    step = StepGraph(linear_work(model), model.parameters(), 1)
+    for _ in range(3):
+        step([(torch.randn(4, 64),)])
+        model.zero_grad()
+    change(model[0])
+    batches = [(torch.randn(4, 64, dtype=model[0].bias.dtype),)]
+    with pytest.raises(ValueError, match=rf"{refused}, were frozen.*moved.*close\(\)"):
+        step(batches)
     step.close()
-    step([(torch.randn(4, 8),)])
-    assert model.bias.grad is None and model.weight.grad is not None and len(pretended) == 2
+    for recordings in (1, 2):
+        step(batches)
+        assert len(pretended) == recordings
+        model.zero_grad()
 
 
 def test_the_stream_is_on_the_device_of_the_parameters(pretended: list[PretendedGraph]) -> None:

@@ -5,12 +5,14 @@ is recorded (nothing runs meanwhile) and replayed, and so is every step after it
 with the same kernels on the same numbers, random ones too.
 
 A replay reads its inputs and leaves its gradients where the recording did, in memory that belongs to the graph. Between two replays
-`p.grad` may be scaled, replaced or set to None: each replay hands out gradients anew. Parameters have to stay where they are.
+`p.grad` may be scaled, replaced or set to None: each replay hands out gradients anew. Parameters have to stay where they are, and so have
+the windows of delayed scaling, which a layer makes anew when it loads a state: close the graph before that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -47,8 +49,8 @@ class StepGraph:
     """The `work` of a step over `parameters`, recorded after `warmup` calls and replayed from then on.
 
     `after_replay` is called when a replay is on its way, for what `work` does on the host. Calls differ in the values of their batches
-    alone: raises `ValueError` for a batch of another shape, for gradients that are there already, and for parameters that were frozen or
-    unfrozen since the recording, and `RuntimeError` for `work` that cannot be recorded, as it waits for the device.
+    alone: raises `ValueError` for batches of another number, shape or dtype, for gradients that are there already, and for parameters that
+    were frozen, unfrozen or moved since the recording, and `RuntimeError` for `work` that cannot be recorded, as it waits for the device.
     """
 
     def __init__(
@@ -58,12 +60,12 @@ class StepGraph:
         warmup: int = WARMUP,
         after_replay: Callable[[], None] = lambda: None,
     ) -> None:
-        self.work, self.parameters, self.remaining = work, list(parameters), warmup
-        self.after_replay = after_replay
+        self.work, self.parameters, self.after_replay = work, list(parameters), after_replay
+        self.warmup = self.remaining = warmup
         self.stream = torch.cuda.Stream(self.parameters[0].device)  # (which need not be the current device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self._batches: list[Batch] = []
-        self._trainable: list[bool] = []
+        self._places: list[tuple[bool, int]] = []
         self._gradients: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:
@@ -78,17 +80,14 @@ class StepGraph:
             return self._run(batches)
         if self.graph is None:
             self.graph = self._record(batches)
-        if self._trainable != [p.requires_grad for p in self.parameters]:
-            raise ValueError(
-                "parameters were frozen or unfrozen since the step was recorded: close() the graph, and the next call records another"
-            )
-        for own, batch in zip(self._batches, batches, strict=True):
+        self._check_parameters()
+        for own, batch in zip_longest(self._batches, batches):
+            if _kinds(own) != _kinds(batch):
+                raise ValueError(
+                    f"a micro-batch is {_kinds(batch)}, and that of the recorded step {_kinds(own)}: give it as many, of the same shapes "
+                    "and dtypes, or train without a graph"
+                )
             for static, value in zip(own, batch, strict=True):
-                if static.shape != value.shape:
-                    raise ValueError(
-                        f"a batch has the shape {tuple(value.shape)}, and the recorded step {tuple(static.shape)}: give it batches of one "
-                        "shape, or train without a graph"
-                    )
                 static.copy_(value)
         self.graph.replay()
         for parameter, parts in self._gradients:
@@ -97,10 +96,21 @@ class StepGraph:
         return self._losses
 
     def close(self) -> None:
-        """Gives the graph up; the next call records another. A process group of NCCL is not destroyed before the graphs that use it."""
+        """Gives the graph up; the next calls warm up for another, as what has changed may be compiled or sent to the device first.
+
+        A process group of NCCL is not destroyed before the graphs that use it.
+        """
         if self.graph is not None:
             self.graph.reset()
-            self.graph, self._batches, self._gradients = None, [], []
+            self.graph, self._batches, self._gradients, self.remaining = None, [], [], self.warmup
+
+    def _check_parameters(self) -> None:
+        changed = [p for p, place in zip(self.parameters, self._places, strict=True) if _place(p) != place]
+        if changed:
+            raise ValueError(
+                f"{len(changed)} parameters, the first of shape {tuple(changed[0].shape)}, were frozen, unfrozen or moved since the step "
+                "was recorded: close() the graph, and the next calls warm up for another"
+            )
 
     def _run(self, batches: Sequence[Batch]) -> Tensor:
         main = torch.cuda.current_stream(self.stream.device)
@@ -124,9 +134,19 @@ class StepGraph:
             raise RuntimeError(
                 f"the step cannot be recorded as a CUDA graph ({str(first).splitlines()[0]}): train without one (train.graph=false)"
             ) from error
-        self._trainable = [p.requires_grad for p in self.parameters]
+        self._places = [_place(p) for p in self.parameters]
         self._gradients = [(p, _parts(p.grad)) for p in self.parameters if p.grad is not None]
         return graph
+
+
+def _kinds(batch: Batch | None) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
+    return None if batch is None else [(tuple(tensor.shape), tensor.dtype) for tensor in batch]
+
+
+def _place(parameter: Tensor) -> tuple[bool, int]:
+    """What a recording takes for granted: whether a parameter has a gradient, and where it lies."""
+    values = parameter.codes if isinstance(parameter, ScaledTensor) else parameter
+    return parameter.requires_grad, values.data_ptr()
 
 
 def _parts(gradient: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def test_a_replayed_run_has_the_bits_of_an_eager_one(settings, tmp_path):
         trainer = Trainer(config(tmp_path, name, *settings, f"train.graph={graph}", "train.deterministic=true"))
         trainer.run()
         runs.append(trainer)
-    assert runs[1]._graph is not None and runs[1]._graph.remaining == 0
+    assert runs[1]._graph is not None and runs[1]._graph._places  # one was recorded
     assert records(runs[0].folder) == records(runs[1].folder)
     for (name, a), b in zip(runs[0].model.state_dict().items(), runs[1].model.state_dict().values(), strict=True):
         assert torch.equal(a.cpu(), b.cpu()), name  # (what delayed scaling has recorded is known where it happens)
