@@ -1,4 +1,4 @@
-"""Which settings a run may change when it resumes from a checkpoint.
+"""Whether a run can go on from a checkpoint, and which settings it may change then.
 
 What decides the meaning of tensors and of the position in the data has to stay; learning rate, number of steps, logging, device and
 place on the disk may change.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.settings import to_dict
+from octavo.train import checkpoint_folder
 from octavo.train.config import TrainConfig
 
 FIXED = ("recipe", "model", "data", "seed")
@@ -28,6 +29,15 @@ FREE = (
 )
 """Settings within those groups that change nothing: the text itself is compared by its fingerprint, not its path, and the layers that
 stay as they are are those of the checkpoint."""
+
+
+def meta_to_resume(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of the checkpoint at `path`. Raises `ValueError` if a run of these settings cannot go on from there."""
+    meta, steps = checkpoint_folder.read_meta(path), settings["train"]["steps"]
+    check_match(path, meta["config"], settings)
+    if meta["step"] > steps:
+        raise ValueError(f"{path} is past train.steps = {steps}: set it to {meta['step']} or more")
+    return meta
 
 
 def check_match(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

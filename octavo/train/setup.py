@@ -119,11 +119,15 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> AdamW:
     return optimizer
 
 
-def build_release(config: TrainConfig, model: nn.Module, optimizer: AdamW) -> GradientRelease | None:
-    """Gradient release, if the config wants it. Raises `ValueError` for more than one micro-batch a step."""
+def build_release(config: TrainConfig, model: nn.Module, optimizer: AdamW, world: int) -> GradientRelease | None:
+    """Gradient release, if the config wants it. Raises `ValueError` for more than one rank, or micro-batch a step."""
     rule, count = config.optim.release, config.train.micro_batches
     if rule == "none":
         return None
+    if world > 1:
+        raise ValueError(
+            f"optim.release={rule} frees gradients before {world} ranks could average them: set it to none"
+        )
     if count > 1:
         raise ValueError(
             f"optim.release={rule} updates the weights in each backward, so gradients cannot add up over train.micro_batches={count}: "

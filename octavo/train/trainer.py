@@ -42,7 +42,7 @@ from octavo.train.graph import build_graph
 from octavo.train.ledger import StepLedger
 from octavo.train.metrics import peak_of, read_metrics, smoothed_loss
 from octavo.train.reports import Reports
-from octavo.train.resume import check_match
+from octavo.train.resume import meta_to_resume
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import (
     build_model,
@@ -106,7 +106,7 @@ class Trainer:
             )
         self._settings = to_dict(config)
         self._settings["data"]["fingerprint"] = self.data.fingerprint
-        meta = {} if found is None else self._meta_to_resume(found)
+        meta = {} if found is None else meta_to_resume(found, self._settings)
         left = config.train.steps - meta.get("step", 0)
         self.data.check_length(left * config.train.micro_batches, meta.get("stream", {}).get("position", 0))
         torch.manual_seed(config.seed)
@@ -114,10 +114,6 @@ class Trainer:
         self.model = build_model(config, self.data.vocab_size, self.device, self._source, found is not None, rule)
         self._left = left_for_speed(self.model)
         self.optimizer = build_optimizer(config, self.model)
-        if config.optim.release != "none" and self.place.world > 1:
-            raise ValueError(
-                f"optim.release={config.optim.release} frees gradients before {self.place.world} ranks could average them: set it to none"
-            )
         self.parallel = DataParallel(
             self.model,
             recipe=config.recipe,
@@ -127,7 +123,7 @@ class Trainer:
         )
         if self.place.rank:
             torch.manual_seed(config.seed + self.place.rank)  # dropout differs between the ranks
-        self._release = build_release(config, self.model, self.optimizer)
+        self._release = build_release(config, self.model, self.optimizer, self.place.world)
         self._graph = build_graph(config, self.device, self._forward_backward, self.parallel)
         if found is not None:
             self._load(found, meta)
@@ -155,14 +151,6 @@ class Trainer:
             "peak": peak and vars(peak),
         }
         self._val_loss: float | None = None
-
-    def _meta_to_resume(self, found: Path) -> dict[str, Any]:
-        """The JSON of the checkpoint `found`. Raises `ValueError` if this run cannot go on from there."""
-        meta, steps = checkpoint_folder.read_meta(found), self.config.train.steps
-        check_match(found, meta["config"], self._settings)
-        if meta["step"] > steps:
-            raise ValueError(f"{found} is past train.steps = {steps}: set it to {meta['step']} or more")
-        return meta
 
     def run(self) -> RunResult:
         """Train to the last step, or to the end of the current one when SIGTERM or SIGINT arrives; then save.
