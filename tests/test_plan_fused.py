@@ -201,6 +201,15 @@ def test_fusing_is_proposed_where_memory_is_short():
     )
 
 
+def test_a_graph_casts_weights_in_each_micro_batch():
+    """Twice; and the peak is that of the first steps, which keep what they cast."""
+    eager = Setup(SIZES["7b"], RECIPES["O2"], 2048, 2, micro_batches=4)
+    graph, compiled = (dataclasses.replace(eager, **{way: True}) for way in ("graph", "compiled"))
+    casts = [step_time(setup, GPUS["h200"]).by_kind["weight casts"] for setup in (eager, graph, compiled)]
+    assert casts[0] < casts[1] == casts[2]
+    assert simulate(graph).peak == simulate(eager).peak
+
+
 def test_nothing_is_proposed_that_a_replayed_run_cannot_have():
     config = override(get_preset("gpt_7b"), ["model.vocab_size=50257", "train.graph=true"])
     plan = make_plan(config)

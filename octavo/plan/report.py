@@ -26,7 +26,8 @@ LARGEST = 4096
 """Largest micro-batch that is tried."""
 NOT_MODELLED = (
     "not counted: fragmentation of the allocator (leave 3 to 5%), checkpoints and validation, other processes on the GPU; under "
-    "torch.compile, the temporaries of blocks that are not fused are taken as those of eager ones"
+    "torch.compile, the temporaries of blocks that are not fused are taken as those of eager ones; under train.graph, steps that count "
+    "(log.stats_every), whose activations and gradients lie beside those of the graph"
 )
 
 

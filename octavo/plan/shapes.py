@@ -46,7 +46,7 @@ class Setup:
     capability: str = "9.0"
     """Compute capability of the GPU that is planned for."""
     graph: bool = False
-    """Steps are replayed from a CUDA graph."""
+    """Steps are replayed from a CUDA graph. The first ones run as they are, so the peak is theirs."""
 
     @property
     def tokens(self) -> int:

@@ -68,8 +68,9 @@ def step_time(setup: Setup, gpu: Ceiling) -> StepTime:
     rate = gpu.elementwise * (FUSED_SPEED if setup.fused else 1)
     seconds["element-wise"] = n * layers * (forward * (1 + again) + backward * backwards) / rate
     seconds["optimizer"] = _optimizer_bytes(setup) / gpu.copy
-    # Both layouts at once, kept for all micro-batches; or each for its GEMM. A gradient is read twice and written, and joins others.
-    casts = 6 * setup.micro_batches if setup.compiled else 4
+    # Both layouts at once, kept for all micro-batches; or, within a graph, each for its GEMM. A gradient is read twice and written, and
+    # joins others.
+    casts = 6 * setup.micro_batches if setup.compiled or setup.graph else 4
     gradients = 0 if setup.recipe.grad is None else 5 * setup.micro_batches + 8 * (setup.micro_batches - 1)
     seconds["weight casts"] = layers * fp8 * (casts + gradients) / gpu.elementwise
     return StepTime({k: v for k, v in seconds.items() if v}, n, n * m.flops_per_token(setup.seq_len))
