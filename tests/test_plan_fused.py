@@ -211,11 +211,11 @@ def test_a_graph_casts_weights_in_each_micro_batch():
 
 
 def test_nothing_is_proposed_that_a_replayed_run_cannot_have():
-    config = override(get_preset("gpt_7b"), ["model.vocab_size=50257", "train.graph=true"])
-    plan = make_plan(config)
-    assert "compiled, replayed from a CUDA graph, blocks fused" in format_plan(plan)
-    for words, _ in alternatives(plan.setup):
-        override(config, words.split())
+    replayed = override(get_preset("gpt_7b"), ["model.vocab_size=50257", "train.graph=true"])
+    assert "compiled, replayed from a CUDA graph, blocks fused" in format_plan(make_plan(replayed))
+    for config in (replayed, override(replayed, ["train.compile=false", "recipe.scaling=delayed"])):
+        for words, _ in alternatives(make_plan(config).setup):
+            override(config, words.split())
 
 
 @pytest.mark.parametrize(("mode", "batch"), [("none", 2), ("none", 16), ("selective", 16), ("full", 16)])

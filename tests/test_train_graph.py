@@ -266,6 +266,8 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"optim\.release=partial needs there"):
         small_config(tmp_path, "train.graph=true", "optim.release=partial", "train.micro_batches=1")
+    with pytest.raises(ValueError, match=r"maxima of recipe.scaling=delayed are not counted .* two of the three"):
+        small_config(tmp_path, "train.graph=true", "train.compile=true", "recipe.scaling=delayed")
 
 
 def test_delayed_scales_come_from_the_past_before_a_step_is_recorded() -> None:

@@ -107,7 +107,7 @@ def largest_micro_batch(setup: Setup, memory: int) -> int:
 def alternatives(setup: Setup) -> Iterator[tuple[str, Setup]]:
     """Changes of settings that save memory, the cheapest in time first."""
     changes: dict[str, dict[str, Any]] = {}
-    if not setup.compiled:
+    if not setup.compiled and not (setup.graph and setup.recipe.scaling == "delayed"):
         changes["train.compile=true"] = {"compiled": True}
     if setup.recipe.converts is False or setup.recipe.master is None:
         changes["recipe=O2"] = {"recipe": RECIPES["O2"]}

@@ -255,6 +255,11 @@ class TrainConfig:
             raise ValueError(
                 f"train.graph replays backward without the host, which optim.release={self.optim.release} needs there: use one of the two"
             )
+        if self.train.graph and self.train.compile and self.recipe.scaling == "delayed":
+            raise ValueError(
+                "the maxima of recipe.scaling=delayed are not counted when train.graph replays what train.compile has compiled: use two of "
+                "the three"
+            )
 
     @property
     def break_even(self) -> BreakEven | None:
