@@ -48,6 +48,7 @@ def build_graph(config: TrainConfig, device: torch.device, work: Work, parallel:
 class StepGraph:
     """The `work` of a step over `parameters`, recorded after `warmup` calls and replayed from then on.
 
+    With delayed scaling `warmup` is `steps_before` of the recipe: a graph recorded earlier would scale tensors by themselves for good.
     `after_replay` is called when a replay is on its way, for what `work` does on the host. Calls differ in the values of their batches
     alone: raises `ValueError` for batches of another number, shape or dtype, for gradients that are there already, and for parameters that
     were frozen, unfrozen or moved since the recording, and `RuntimeError` for `work` that cannot be recorded, as it waits for the device.
