@@ -5,9 +5,8 @@
 
 A step is forward, backward, clipping and AdamW of `--layers` fused blocks in O2, compiled, `--eager` or replayed from a CUDA `--graph`
 (which asks the least of the host, and so is the fastest over few tokens), with a small vocabulary, so that nearly all gradients are those
-of converted weights. `none` leaves the sum
-out (`no_sync`): what a row takes beyond it is what computation does not hide. Median and 10th-90th percentile of the slowest rank's
-milliseconds, bytes that a rank sends a step.
+of converted weights. `none` leaves the sum out (`no_sync`): what a row takes beyond it is what computation does not hide. Median and
+10th-90th percentile of the slowest rank's milliseconds, bytes that a rank sends a step.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def measure(
             loss.backward()
         return loss.detach()
 
-    after = parallel.replayed if reduction != "none" else lambda: None
-    graph = StepGraph(work, model.parameters(), after_replay=after) if arguments.graph else None
+    graph = StepGraph(work, model.parameters(), after_replay=parallel.replayed) if arguments.graph else None
     slowest = torch.zeros((), dtype=torch.float64, device=device)
     times, sent = [], 0
     for repeat in range(arguments.repeats + 4):

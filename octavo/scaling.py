@@ -36,7 +36,7 @@ from torch.compiler import is_compiling
 from octavo.kernels import amax as tensor_amax
 from octavo.kernels import scale_from_amax, streams, update_windows, visible_scale
 
-__all__ = ["DelayedScaling", "delayed_amax", "scale_from_amax", "update_all"]
+__all__ = ["DelayedScaling", "delayed_amax", "scale_from_amax", "steps_to_settle", "update_all"]
 
 
 def delayed_amax(history: Tensor, old: Tensor) -> Tensor:
@@ -179,6 +179,11 @@ class DelayedScaling:
 
 _STATE = ("history", "pending", "held")
 MAX_MASKS = 64
+
+
+def steps_to_settle(scaling: str) -> int:
+    """Steps after which scales are taken as in all later ones, by `Recipe.scaling`: delayed ones come from the past then."""
+    return DelayedScaling().warmup + 1 if scaling == "delayed" else 0
 
 
 def _spaced(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from training import assert_same_checkpoint, exact_records, newest, small_config, small_settings
+from training import assert_same_checkpoint, exact_records, free_port, launch, newest, small_config, small_settings
 
 from octavo.distributed.collectives import CollectiveError
 from octavo.formats import NumericsError
@@ -179,19 +178,6 @@ def cannot_write(config: TrainConfig) -> str:
 
 def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all(tmp_path):
     assert ranks.run(2, cannot_write, configure(tmp_path, "checkpoint.every=none")) == ["CheckpointError"] * 2
-
-
-def launch(settings: list[str], rank: int, port: int) -> subprocess.Popen:
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "octavo.cli", "train", "tiny", *(part for s in settings for part in ("--set", s))]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_killed_rank_ends_the_others_and_torchrun_resumes_bitwise(tmp_path):

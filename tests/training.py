@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,3 +93,18 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     assert first.keys() == second.keys()
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:5]}"
+
+
+def launch(settings: list[str], rank: int, port: int, **environment: str) -> subprocess.Popen:
+    """`octavo train tiny` as one of two ranks of this machine, unless the `environment` says otherwise."""
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "octavo.cli", "train", "tiny", *(part for s in settings for part in ("--set", s))]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env={**os.environ, **place, **environment}, stderr=pipe, stdout=pipe, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

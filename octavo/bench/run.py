@@ -15,7 +15,7 @@ from octavo.bench.rows import Record, Row
 from octavo.bench.timing import WARMUP, Timing, measure
 from octavo.plan.ceilings import Ceiling
 from octavo.recipe import Recipe
-from octavo.scaling import DelayedScaling
+from octavo.scaling import steps_to_settle
 
 SEED = 0
 
@@ -41,7 +41,7 @@ class Run:
     @property
     def settling(self) -> int:
         """Calls until a step is like those after it: delayed scaling begins with steps that find their own scales."""
-        return WARMUP if self.recipe.scaling == "current" else DelayedScaling().warmup + 1
+        return max(WARMUP, steps_to_settle(self.recipe.scaling))
 
     def wants(self, variant: str) -> bool:
         return not self.only or any(part in variant for part in self.only)

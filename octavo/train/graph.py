@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.distributed import DataParallel
 from octavo.recipe import Recipe
-from octavo.scaling import DelayedScaling
+from octavo.scaling import steps_to_settle
 from octavo.tensor import ScaledTensor
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
@@ -33,7 +33,7 @@ Work = Callable[[Iterable[Batch]], Tensor]
 
 def steps_before(recipe: Recipe) -> int:
     """How many steps to take before one is recorded: until delayed scales come from the past, if they do."""
-    return WARMUP if recipe.scaling == "current" else DelayedScaling().warmup + 1
+    return max(WARMUP, steps_to_settle(recipe.scaling))
 
 
 def build_graph(config: TrainConfig, device: torch.device, work: Work, parallel: DataParallel) -> StepGraph | None:
@@ -91,8 +91,8 @@ class StepGraph:
             for static, value in zip(own, batch, strict=True):
                 static.copy_(value)
         self.graph.replay()
-        for parameter, parts in self._gradients:
-            parameter.grad = _whole(parts)
+        for parameter, gradient in self._gradients:
+            parameter.grad = _alias(gradient)
         self.after_replay()
         return self._losses
 
@@ -136,7 +136,7 @@ class StepGraph:
                 f"the step cannot be recorded as a CUDA graph ({str(first).splitlines()[0]}): train without one (train.graph=false)"
             ) from error
         self._places = [_place(p) for p in self.parameters]
-        self._gradients = [(p, _parts(p.grad)) for p in self.parameters if p.grad is not None]
+        self._gradients = [(p, _alias(p.grad)) for p in self.parameters if p.grad is not None]
         return graph
 
 
@@ -150,20 +150,10 @@ def _place(parameter: Tensor) -> tuple[bool, int]:
     return parameter.requires_grad, values.data_ptr()
 
 
-def _parts(gradient: Tensor) -> Tensor:
-    """What a replay writes to, whatever becomes of the gradient that is handed out."""
+def _alias(gradient: Tensor) -> Tensor:
+    """Another tensor in the memory of `gradient`: what becomes of the one, or is known of it, does not hang on the other."""
     if not isinstance(gradient, ScaledTensor):
-        return gradient
-    return _copy(gradient)
-
-
-def _whole(parts: Tensor) -> Tensor:
-    """A gradient for one step, in the memory of `parts`; nothing that is known of an earlier one hangs on it."""
-    return _copy(parts) if isinstance(parts, ScaledTensor) else parts.detach()
-
-
-def _copy(gradient: ScaledTensor) -> ScaledTensor:
-    """Another tensor in the same memory."""
+        return gradient.detach()
     residual = None if gradient.residual is None else gradient.residual.detach()
     return ScaledTensor(
         gradient.codes.detach(),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from training import free_port, launch
 
 from octavo.settings import override
 from octavo.train import Trainer
@@ -35,8 +32,12 @@ SETTINGS = (
 """FP8 in all blocks (`tiny` asks for no break-even), a norm that is clipped, a validation and a step that counts after the recording."""
 
 
+def assignments(folder: Path, name: str, *settings: str) -> list[str]:
+    return [*SETTINGS, f"data.cache={folder}/cache", f"out={folder}/{name}", *settings]
+
+
 def config(folder: Path, name: str, *settings: str) -> TrainConfig:
-    return override(get_preset("tiny"), [*SETTINGS, f"data.cache={folder}/cache", f"out={folder}/{name}", *settings])
+    return override(get_preset("tiny"), assignments(folder, name, *settings))
 
 
 def records(folder: Path) -> list[tuple[float | None, float | None]]:
@@ -95,35 +96,17 @@ def test_a_gradient_that_is_not_finite_skips_a_replayed_step(tmp_path):
     assert int(trainer.optimizer.skipped_steps) == 1
 
 
-def train_on_ranks(world: int, *arguments: str) -> None:
-    """`octavo train` on `world` ranks of this GPU. NCCL refuses two ranks of one host there, so each claims a host of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    local = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "octavo.cli", "train", "tiny", *arguments],
-            env={**os.environ, **shared, **local, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+def train_on_two_ranks(settings: list[str]) -> None:
+    """On this GPU. NCCL refuses two ranks of one host there, so each claims a host of its own."""
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    port = free_port()
+    ranks = [launch(settings, rank, port, NCCL_HOSTID=f"host{rank}", **alone) for rank in range(2)]
     try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(output[-3000:] for output in outputs)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-3000:] for error in errors)
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "nccl", "bf16"])
@@ -131,9 +114,7 @@ def test_two_ranks_over_nccl_replay_what_they_run(algorithm, tmp_path):
     """Collectives and the comparison of parameters too; and with `two_shot` one rank with all of the data has nearly their losses."""
     common = ["recipe=O2", f"recipe.grad_reduce={algorithm}", "train.check_every=5", "train.deterministic=true"]
     for name, graph in (("eager", "false"), ("graph", "true")):
-        chosen = config(tmp_path, name, *common, f"train.graph={graph}")
-        settings = [*SETTINGS, *common, f"train.graph={graph}", f"data.cache={tmp_path}/cache", f"out={chosen.out}"]
-        train_on_ranks(2, *(word for setting in settings for word in ("--set", setting)))
+        train_on_two_ranks(assignments(tmp_path, name, *common, f"train.graph={graph}"))
     assert records(tmp_path / "eager") == records(tmp_path / "graph")
     whole = Trainer(config(tmp_path, "whole", *common, "data.micro_batch=8", "train.graph=true"))
     whole.run()
